@@ -1,0 +1,209 @@
+"""A Hugging Face causal LM that carries an MTP block: trained by any trainer, saved whole.
+
+`MTPCarrier` is mixed into the model's own class. Hooks rather than a `forward` of its own do the work, because trainers
+(TRL, Liger) replace `forward` on the instance:
+
+- before the model's forward, its labels are noted and a hook is put on the trunk for this one call;
+- when the trunk returns, the MTP loss is computed from its hidden states and grafted onto them;
+- after the model's forward (also when it raised), the trunk's hook is gone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from forerun.checkpoint.reader import CONFIG
+from forerun.checkpoint.writer import replace_files, restore_family_config, scratch_directory
+from forerun.errors import ForerunError
+from forerun.families import FamilyRecord
+from forerun.models.training import mtp_forward
+from forerun.models.trunk import base_model
+from forerun.mtp.block import MTPBlock
+from forerun.mtp.config import MTPConfig
+from forerun.mtp.graft import LossScale, graft
+from forerun.mtp.shift import document_ids
+from forerun.mtp.stats import MTPStats
+
+IGNORED_LABEL = -100
+_PREFIX = "mtp.layers."
+
+
+class MTPCarrier(PreTrainedModel):
+    """What `attach` and `load` return: the model's own class with these attributes.
+
+    Attributes:
+        mtp: the block.
+        mtp_config: how it is trained.
+        mtp_family: how it is laid out on disk.
+        mtp_loss_scale: what the trainer multiplies its own loss by before backward, see `forerun.mtp.graft`.
+        mtp_stats: sums since the last `pop_mtp_stats`, over the forwards that grafted a loss.
+        mtp_source: the checkpoint directory it was loaded from, whose remote-code files a save carries over.
+    """
+
+    mtp: MTPBlock
+    mtp_config: MTPConfig
+    mtp_family: FamilyRecord
+    mtp_loss_scale: LossScale
+    mtp_stats: MTPStats | None
+    mtp_source: Path | None
+
+    def pop_mtp_stats(self) -> MTPStats | None:
+        """The sums gathered since the last call, and start anew. None if no forward grafted a loss."""
+        stats, self.mtp_stats = self.mtp_stats, None
+        return stats
+
+    def save_pretrained(
+        self, save_directory: str, *, state_dict: Mapping[str, Tensor] | None = None, **kwargs: Any
+    ) -> None:
+        """As transformers does it, with the MTP tensors under their family's names. Files appear whole or not at all.
+
+        Raises:
+            ForerunError: an MTP parameter is missing from `state_dict`; nothing is written.
+        """
+        renamed = checkpoint_state_dict(self, self.state_dict() if state_dict is None else state_dict)
+        with scratch_directory(save_directory) as scratch:
+            super().save_pretrained(scratch, state_dict=renamed, **kwargs)
+            if self.mtp_family.trunk_model_type is not None and (scratch / CONFIG).exists():
+                restore_family_config(scratch, self.mtp_family, self.mtp_source)
+            replace_files(scratch, save_directory)
+
+
+def make_carrier(model: PreTrainedModel, block: MTPBlock, mtp: MTPConfig, family: FamilyRecord) -> MTPCarrier:
+    """Turn `model` into a carrier, in place."""
+    cls = type(model)
+    # The name stays the model's own: transformers writes it into config.json as the architecture.
+    model.__class__ = type(cls.__name__, (MTPCarrier, cls), {"__module__": cls.__module__})
+    assert isinstance(model, MTPCarrier)
+    model.mtp = block
+    model.mtp_config = mtp
+    model.mtp_family = family
+    model.mtp_loss_scale = 1.0
+    model.mtp_stats = None
+    model.mtp_source = None
+    model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    model.register_forward_hook(_after_forward, always_call=True)
+    return model
+
+
+def _before_forward(model: MTPCarrier, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not (model.training and torch.is_grad_enabled() and model.mtp_config.enable_train):
+        return
+    call = inspect.signature(type(model).forward).bind_partial(model, *args).arguments | kwargs
+    labels = call.get("labels")
+    if labels is None and call.get("shift_labels") is not None:
+        labels = nn.functional.pad(call["shift_labels"][:, :-1], (1, 0), value=IGNORED_LABEL)
+    if labels is None:
+        warnings.warn(
+            "MTP is to be trained but forward got no labels: this call trains the trunk only. "
+            "Pass labels, or graft the loss with forerun.models.training.mtp_forward.",
+            stacklevel=2,
+        )
+        return
+    if call.get("input_ids") is None:
+        raise ForerunError("MTP training needs input_ids: inputs_embeds alone do not say which tokens follow")
+
+    def graft_loss(trunk: nn.Module, _: Any, output: Any) -> Any:
+        output["last_hidden_state"] = _grafted(model, output["last_hidden_state"], labels, call)
+        return output
+
+    model.__dict__["_mtp_hook"] = base_model(model).register_forward_hook(graft_loss)
+
+
+def _after_forward(model: MTPCarrier, *_: Any) -> None:
+    hook = model.__dict__.pop("_mtp_hook", None)
+    if hook is not None:
+        hook.remove()
+
+
+def _grafted(model: MTPCarrier, hidden_states: Tensor, labels: Tensor, call: Mapping[str, Any]) -> Tensor:
+    input_ids, attention_mask, position_ids = (
+        call.get(name) for name in ("input_ids", "attention_mask", "position_ids")
+    )
+    assert input_ids is not None
+    padding = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
+    if position_ids is None:
+        position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
+        documents = document_ids(attention_mask=torch.ones_like(input_ids) if padding is None else padding)
+    else:
+        position_ids = position_ids.expand(input_ids.shape[0], -1)
+        documents = document_ids(position_ids, padding)
+    loss_mask = labels != IGNORED_LABEL
+    # A trainer that normalises by the whole batch hands its count down; the same number then divides every depth, so
+    # any split into micro-batches gives one gradient. Without it each forward divides by its own counts.
+    items = call.get("num_items_in_batch")
+    output = mtp_forward(
+        model,
+        hidden_states,
+        input_ids=input_ids,
+        position_ids=position_ids,
+        document_ids=documents,
+        loss_mask=loss_mask,
+        labels=torch.where(loss_mask, labels, input_ids),
+        attention_mask=attention_mask,
+        counts=None if items is None else [items] * model.mtp.num_depths,
+    )
+    model.mtp_stats = output.stats if model.mtp_stats is None else model.mtp_stats.merge(output.stats)
+    return graft(hidden_states, output.loss, model.mtp_loss_scale)
+
+
+def mtp_weight_names(model: MTPCarrier) -> dict[str, str]:
+    """Name in `state_dict()` -> name in the checkpoint, for every parameter and buffer of the block."""
+    names = {}
+    for name in model.state_dict():
+        if name.startswith(_PREFIX):
+            k, parameter = name[len(_PREFIX) :].split(".", 1)
+            names[name] = model.mtp_family.tensor_name(int(k), parameter)
+    return names
+
+
+def checkpoint_state_dict(model: MTPCarrier, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`state_dict` with the block's entries under the family's names; every one must be there."""
+    names = mtp_weight_names(model)
+    missing = [name for name in names if name not in state_dict]
+    if missing:
+        raise ForerunError(
+            f"the state dict to save lacks {len(missing)} of {len(names)} MTP tensors (first: {missing[0]}): "
+            "pass the whole model's state dict"
+        )
+    return {names.get(name, name): tensor for name, tensor in state_dict.items()}
+
+
+def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Every weight under its checkpoint name, trunk first, tied weights once. Detached, not copied."""
+    names = mtp_weight_names(model) if isinstance(model, MTPCarrier) else {}
+    for name, parameter in model.named_parameters():  # yields a tied parameter once, under its first name
+        yield names.get(name, name), parameter.detach()
+
+
+@torch.no_grad()
+def load_named_weights(model: PreTrainedModel, named_tensors: Mapping[str, Tensor]) -> None:
+    """Copy weights in, in place. All are checked before any is written.
+
+    Raises:
+        ForerunError: one is missing, unknown or of another shape; the message names it.
+    """
+    own = dict(named_weights(model))
+    check_names(own, named_tensors)
+    for name, tensor in named_tensors.items():
+        own[name].copy_(tensor)
+
+
+def check_names(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Raise a `ForerunError` that names the first weight missing from, unknown to, or shaped unlike `own`."""
+    missing = sorted(own.keys() - given.keys())
+    unknown = sorted(given.keys() - own.keys())
+    if missing:
+        raise ForerunError(f"{len(missing)} weights are missing, first {missing[0]}: send every weight, MTP included")
+    if unknown:
+        raise ForerunError(f"{len(unknown)} weights have no place in the model, first {unknown[0]}")
+    for name, tensor in given.items():
+        if tensor.shape != own[name].shape:
+            raise ForerunError(f"{name} has shape {tuple(tensor.shape)}, the model's is {tuple(own[name].shape)}")

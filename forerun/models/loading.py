@@ -1,0 +1,85 @@
+"""Load a checkpoint directory: trunk through transformers, MTP tensors under their family's names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import logging as transformers_logging
+
+from forerun.checkpoint.reader import CheckpointReader
+from forerun.errors import ForerunError, UsageError
+from forerun.families import FamilyRecord, declared_depth, family_of, present_depth
+from forerun.models.attach import attach
+from forerun.models.carrier import MTPCarrier, mtp_weight_names
+from forerun.mtp.config import MTPConfig
+
+
+def load(path: str | Path, mtp: MTPConfig | None = None, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A causal LM with the MTP block that its checkpoint holds.
+
+    Args:
+        path: a local Hugging Face directory.
+        mtp: default keeps the block, if there is one. `enable=False` skips its tensors and sets the config's depth key
+            to 0.
+        dtype: of all weights.
+
+    Returns:
+        An `MTPCarrier`, or the plain model where the checkpoint has no block or `enable` is false.
+
+    Raises:
+        UsageError: not a checkpoint; `enable=True` on one without MTP; a depth declared of which tensors are missing.
+    """
+    reader = CheckpointReader(path)
+    family = family_of(reader.config)
+    depth = present_depth(family, reader.tensor_names)
+    declared = declared_depth(family, reader.config)
+    if depth != declared:
+        raise UsageError(
+            f"{path} declares {family.depth_key}={declared} but holds {depth} MTP layers: "
+            "correct config.json, or restore the missing tensors"
+        )
+    if mtp is not None and mtp.enable and depth == 0:
+        raise UsageError(f"{path} carries no MTP block: attach one with forerun.attach(model, mtp)")
+    model = _load_trunk(reader, family, dtype)
+    if depth == 0:
+        return model
+    if mtp is not None and not mtp.enable:
+        setattr(model.config, family.depth_key, 0)
+        return model
+    mtp = mtp or MTPConfig(enable=True)
+    carrier = attach(model, replace(mtp, num_layers=mtp.num_layers if mtp.repeat_layer else depth), family=family)
+    _load_block(carrier, reader)
+    carrier.mtp_source = reader.path
+    return carrier
+
+
+def _load_trunk(reader: CheckpointReader, family: FamilyRecord, dtype: torch.dtype) -> PreTrainedModel:
+    path = reader.path
+    config = None
+    if family.trunk_model_type is not None:
+        own = {k: v for k, v in reader.config.items() if k not in ("model_type", "architectures", "auto_map")}
+        config = AutoConfig.for_model(family.trunk_model_type, **own)
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # the block's tensors are "unexpected" to the trunk; we account for them
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(f"transformers cannot load {path}: {first_line}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+@torch.no_grad()
+def _load_block(model: MTPCarrier, reader: CheckpointReader) -> None:
+    own = model.state_dict()
+    for name, stored_name in mtp_weight_names(model).items():
+        tensor = reader.tensor(stored_name)
+        if tensor.shape != own[name].shape:
+            raise ForerunError(
+                f"{stored_name} has shape {tuple(tensor.shape)}, the block needs {tuple(own[name].shape)}"
+            )
+        own[name].copy_(tensor)

@@ -1,0 +1,108 @@
+"""The MTP loss of a batch, given the trunk's hidden states: the one entry that every trainer's path goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from forerun.models.trunk import decoder_inputs, embed, project
+from forerun.mtp.losses import LossSpec, fused_loss
+from forerun.mtp.shift import DepthTargets, depth_targets
+from forerun.mtp.stats import MTPStats
+
+if TYPE_CHECKING:
+    from forerun.models.carrier import MTPCarrier
+
+
+@dataclass
+class MTPOutput:
+    """Attributes:
+    loss: 0-dim, mtp_loss_scaling_factor / D times the sum over depths of (loss sum / N_k). Differentiable.
+    stats: sums per depth.
+    """
+
+    loss: Tensor
+    stats: MTPStats
+
+
+def mtp_forward(
+    model: MTPCarrier,
+    hidden_states: Tensor,
+    *,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    document_ids: Tensor,
+    loss_mask: Tensor,
+    labels: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    counts: Sequence[float | Tensor] | None = None,
+    temperature: float = 1.0,
+    compare_with_trunk: bool = False,
+) -> MTPOutput:
+    """Run the MTP block over the trunk's hiddens and score every depth.
+
+    Isolation follows `model.mtp_config.detach_encoder`: with it, trunk hidden, token embedding and LM head are detached
+    and only the block's own parameters learn; depth k still reaches the blocks before it.
+
+    Args:
+        hidden_states: [B, S, d], what the trunk hands its LM head.
+        input_ids, position_ids, document_ids, loss_mask: as in `forerun.data.batch.Batch`, all [B, S].
+        labels: long [B, S], what to predict in each token's place; the tokens themselves if None.
+        attention_mask: 2D padding mask or 4D mask, where the trunk was given one.
+        counts: N_k per depth of the whole global batch; None divides by this call's own counts.
+        temperature: of the trunk's and the drafter's distributions in the soft losses and the expected acceptance.
+        compare_with_trunk: also measure agreement with the trunk (always measured by the soft losses).
+    """
+    config, block = model.mtp_config, model.mtp
+    isolated = config.detach_encoder
+    trunk_hidden = hidden_states.detach() if isolated else hidden_states
+    head = model.get_output_embeddings()
+    projection_parameters = () if isolated else tuple(p for p in head.parameters() if p.requires_grad)
+    targets = [
+        depth_targets(input_ids, document_ids, loss_mask, depth, config.mask_rule, labels)
+        for depth in range(1, block.num_depths + 1)
+    ]
+
+    def embeds(depth: int) -> Tensor:
+        embedded = embed(model, targets[depth - 1].input_ids)
+        return embedded.detach() if isolated else embedded
+
+    outputs = block(trunk_hidden, embeds, **decoder_inputs(model, trunk_hidden, position_ids, attention_mask))
+
+    spec = LossSpec(config.loss, temperature, config.loss_top_k)
+    stats = MTPStats.zeros(block.num_depths, hidden_states.device)
+    chain = torch.ones_like(loss_mask, dtype=torch.bool)  # valid at every depth so far
+    agreed = torch.ones_like(chain)  # and every depth so far chose as the trunk does
+    total = hidden_states.new_zeros((), dtype=torch.float32)
+    for depth, (target, output) in enumerate(zip(targets, outputs, strict=True), start=1):
+        result = fused_loss(
+            output[target.valid],
+            target.labels[target.valid],
+            lambda h: project(model, h),
+            spec,
+            chunk_size=config.chunk_size,
+            teacher_hidden=_ahead(hidden_states, target, depth),
+            projection_parameters=projection_parameters,
+            compare_with_trunk=compare_with_trunk,
+        )
+        own_count = target.valid.sum()
+        count = own_count.clamp(min=1) if counts is None else torch.as_tensor(counts[depth - 1]).clamp(min=1)
+        total = total + result.loss / count.to(result.loss.device)
+        stats.add(depth, count=own_count, loss=result.loss, label_hits=result.label_hits)
+        if result.agrees is not None:
+            assert result.trunk_hits is not None and result.overlap is not None
+            agreed = agreed & torch.zeros_like(chain).masked_scatter(target.valid, result.agrees)
+            chain = chain & target.valid
+            stats.add(depth, teacher_count=own_count, trunk_hits=result.trunk_hits, overlap=result.overlap)
+            stats.add(depth, chain_count=chain.sum(), chain_hits=(agreed & chain).sum())
+    return MTPOutput(config.mtp_loss_scaling_factor / block.num_depths * total, stats)
+
+
+def _ahead(hidden_states: Tensor, target: DepthTargets, depth: int) -> Tensor:
+    """h⁰_{i+k} at the valid positions, [N, d]: the trunk's hiddens that predict the same tokens as depth k."""
+    rows, positions = target.valid.nonzero(as_tuple=True)
+    return hidden_states.detach()[rows, positions + depth]

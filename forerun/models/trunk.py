@@ -1,0 +1,60 @@
+"""The parts of a Hugging Face causal LM that MTP hangs on: trunk, embedding, LM head, rotary embedding, causal mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+
+
+def base_model(model: PreTrainedModel) -> nn.Module:
+    """The trunk: the module whose output the LM head takes."""
+    return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+
+
+def project(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
+    """Logits [..., V] of hiddens [..., d], scaled and soft-capped as the model's own forward does."""
+    logits = model.get_output_embeddings()(hidden_states)
+    config = model.config.get_text_config()
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
+        logits = logits / divisor
+    if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere
+        logits = logits * factor
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+def embed(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """Token embeddings [..., d] as the trunk's first layer gets them."""
+    return model.get_input_embeddings()(input_ids)
+
+
+def decoder_inputs(
+    model: PreTrainedModel,
+    hidden_states: Tensor,
+    position_ids: Tensor,
+    attention_mask: Tensor | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments for a decoder layer run without a cache over `hidden_states` [B, S, d].
+
+    The mask is the one that the trunk itself would build from the same arguments, so packed documents (position_ids
+    that restart) and padding (a 2D attention_mask) are kept apart in the MTP block exactly as in the trunk.
+    """
+    trunk: Any = base_model(model)
+    mask = create_causal_mask(
+        config=trunk.config,
+        inputs_embeds=hidden_states,
+        attention_mask=attention_mask,
+        cache=None,
+        position_ids=position_ids,
+    )
+    return {
+        "attention_mask": mask,
+        "position_ids": position_ids,
+        "position_embeddings": trunk.rotary_emb(hidden_states, position_ids),
+        "use_cache": False,
+    }

@@ -1,0 +1,22 @@
+"""What multi-token prediction is: configuration, shifts, block, losses, graft, statistics. Imports torch only."""
+
+from forerun.mtp.block import MTPBlock, MTPLayer
+from forerun.mtp.config import MTPConfig
+from forerun.mtp.graft import graft
+from forerun.mtp.losses import LossSpec, chunked_log_probs, fused_loss
+from forerun.mtp.shift import depth_counts, depth_targets, document_ids
+from forerun.mtp.stats import MTPStats
+
+__all__ = [
+    "LossSpec",
+    "MTPBlock",
+    "MTPConfig",
+    "MTPLayer",
+    "MTPStats",
+    "chunked_log_probs",
+    "depth_counts",
+    "depth_targets",
+    "document_ids",
+    "fused_loss",
+    "graft",
+]
