@@ -1,0 +1,397 @@
+"""What describes a run: dataclasses under TRL's and verl's field names, read from one YAML file and `key=value` pairs.
+
+Every mistake that can be seen without loading a model is found here, before any work, and named by its dotted key:
+an unknown key (with the nearest valid one), a value of the wrong type, a value out of range, settings that contradict
+each other.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from forerun.algorithms.aggregation import LossAggMode
+from forerun.errors import UsageError
+from forerun.mtp.config import MTPConfig
+from forerun.report.atomic import write_text
+
+RESOLVED_CONFIG = "config.yaml"
+
+_BOUNDS = {
+    "ge": (operator.ge, "at least"),
+    "gt": (operator.gt, "greater than"),
+    "le": (operator.le, "at most"),
+    "lt": (operator.lt, "less than"),
+}
+
+
+def _number(default: Any, **bounds: float) -> Any:
+    """A numeric field with bounds out of ge, gt, le, lt; `check` applies them, to each element of a tuple or list."""
+    return field(default=default, metadata=bounds)
+
+
+@dataclass
+class ModelConfig:
+    """The Hugging Face directory that a run starts from."""
+
+    path: str = ""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    trust_remote_code: bool = False
+
+
+@dataclass
+class DataConfig:
+    """Where examples come from.
+
+    `train_files` and `val_files` name JSON-lines files or packaged sources (`forerun.data`). SFT reads conversations
+    under `messages_key` (or `prompt_key` and `response_key`); RL reads prompts and what the reward compares with.
+    """
+
+    train_files: list[str] = field(default_factory=list)
+    val_files: list[str] = field(default_factory=list)
+    messages_key: str = "messages"
+    prompt_key: str = "prompt"
+    response_key: str = "response"
+    answer_key: str = "answer"
+    # null reads all of them.
+    train_max_samples: int | None = _number(None, ge=1)
+    val_max_samples: int | None = _number(None, ge=1)
+    # SFT: tokens a row holds, and whether short documents share one.
+    max_length: int = _number(1024, ge=2)
+    packing: bool = True
+    shuffle: bool = True
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its schedule. Of `warmup_steps` and `warmup_ratio` one may be given; `max_grad_norm=0` is no clipping."""
+
+    lr: float = _number(1e-5, gt=0)
+    # Peak rate of the MTP block; null takes lr.
+    mtp_lr: float | None = _number(None, gt=0)
+    weight_decay: float = _number(0.0, ge=0)
+    betas: tuple[float, float] = _number((0.9, 0.999), ge=0, lt=1)
+    max_grad_norm: float = _number(1.0, ge=0)
+    warmup_steps: int | None = _number(None, ge=0)
+    warmup_ratio: float = _number(0.0, ge=0, le=1)
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+
+    def validate(self, prefix: str) -> None:
+        if self.warmup_steps is not None and self.warmup_ratio > 0:
+            raise UsageError(f"{prefix}warmup_steps and {prefix}warmup_ratio are both set: keep one of them")
+
+    def num_warmup_steps(self, total_steps: int) -> int:
+        """Optimizer steps of linear warm-up in a run of `total_steps`."""
+        return self.warmup_steps if self.warmup_steps is not None else math.ceil(self.warmup_ratio * total_steps)
+
+
+@dataclass
+class TrainerConfig:
+    """Length, cadence and output of a run. A frequency of -1 switches that off; 0 is not a frequency."""
+
+    total_steps: int = _number(100, ge=1)
+    save_freq: int = _number(-1, ge=-1)
+    test_freq: int = _number(-1, ge=-1)
+    output_dir: str = "runs/forerun"
+    seed: int = _number(0, ge=0)
+    logger: list[str] = field(default_factory=lambda: ["jsonl", "tensorboard"])
+
+    def validate(self, prefix: str) -> None:
+        for name in ("save_freq", "test_freq"):
+            if getattr(self, name) == 0:
+                raise UsageError(f"{prefix}{name}=0 is not a frequency: give a number of steps, or -1 for never")
+        known = ("jsonl", "tensorboard", "wandb")
+        for name in self.logger:
+            if name not in known:
+                raise UsageError(f"{prefix}logger={name!r} is not one of {', '.join(known)}")
+        if not self.output_dir:
+            raise UsageError(f"{prefix}output_dir is empty: name a directory")
+
+
+@dataclass
+class RolloutConfig:
+    """How responses are sampled: `n` for each prompt."""
+
+    engine: Literal["native"] = "native"
+    n: int = _number(8, ge=1)
+    temperature: float = _number(1.0, ge=0)
+    top_p: float = _number(1.0, gt=0, le=1)
+    top_k: int = _number(0, ge=0)
+    max_prompt_length: int = _number(512, ge=1)
+    max_response_length: int = _number(256, ge=1)
+    # Requests that are decoded together.
+    max_num_seqs: int = _number(16, ge=1)
+
+
+@dataclass
+class AlgorithmConfig:
+    """The policy-gradient estimator. Clipping bounds of 0.2 and 0.2 are PPO's, 0.2 and 0.28 are DAPO's."""
+
+    adv_estimator: Literal["grpo"] = "grpo"
+    norm_adv_by_std_in_grpo: bool = True
+    clip_ratio_low: float = _number(0.2, gt=0, le=1)
+    clip_ratio_high: float = _number(0.2, gt=0)
+    loss_agg_mode: LossAggMode = "token-mean"
+
+
+@dataclass
+class RewardConfig:
+    """The reward: a name that `forerun.rewards` knows, or `module:function`; `kwargs` are passed to it."""
+
+    function: str = "math"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class SFTConfig:
+    """Supervised fine-tuning, of trunk and MTP block or of the block alone (`freeze_trunk`)."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    mtp: MTPConfig = field(default_factory=MTPConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    # Rows for each optimizer step, and how many of them go through the model at once.
+    train_batch_size: int = _number(8, ge=1)
+    micro_batch_size: int = _number(1, ge=1)
+    # Head-only training: the trunk gets neither gradient nor update.
+    freeze_trunk: bool = False
+
+    def validate(self, prefix: str) -> None:
+        _need_model_and_data(self.model, self.data)
+        if self.micro_batch_size > self.train_batch_size:
+            raise UsageError(
+                f"micro_batch_size={self.micro_batch_size} is larger than train_batch_size={self.train_batch_size}"
+            )
+        if self.freeze_trunk and not self.mtp.enable_train:
+            raise UsageError("freeze_trunk=true leaves nothing to train: set mtp.enable=true and mtp.enable_train=true")
+
+
+@dataclass
+class RLConfig:
+    """Reinforcement learning on verifiable rewards, with speculative rollouts where `mtp.enable_rollout` is set."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6))
+    mtp: MTPConfig = field(default_factory=MTPConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    # Prompts for each rollout; the optimizer steps on ppo_mini_batch_size prompts at a time (each with its rollout.n
+    # responses), ppo_epochs times over; micro_batch_size counts responses.
+    train_batch_size: int = _number(8, ge=1)
+    ppo_mini_batch_size: int = _number(8, ge=1)
+    ppo_epochs: int = _number(1, ge=1)
+    micro_batch_size: int = _number(4, ge=1)
+
+    def validate(self, prefix: str) -> None:
+        _need_model_and_data(self.model, self.data)
+        if self.train_batch_size % self.ppo_mini_batch_size:
+            raise UsageError(
+                f"train_batch_size={self.train_batch_size} is no multiple of "
+                f"ppo_mini_batch_size={self.ppo_mini_batch_size}"
+            )
+        if self.algorithm.adv_estimator == "grpo" and self.rollout.n < 2:
+            raise UsageError("rollout.n=1 gives grpo nothing to compare a response with: use at least 2")
+        if self.rollout.temperature == 0:
+            raise UsageError("rollout.temperature=0 samples the same response every time: use a positive temperature")
+
+
+Config = TypeVar("Config", bound=object)
+
+
+def _need_model_and_data(model: ModelConfig, data: DataConfig) -> None:
+    if not model.path:
+        raise UsageError("model.path is not set: give the directory of a Hugging Face checkpoint")
+    if not data.train_files:
+        raise UsageError("data.train_files is empty: give at least one file or packaged source")
+
+
+def load_config(cls: type[Config], yaml_path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """A checked instance of the dataclass `cls`: its defaults, then the YAML file, then `key=value` overrides.
+
+    Raises:
+        UsageError: the file cannot be read or is no mapping; a key is unknown, a value of the wrong type or out of
+            range. One line, with the full dotted key.
+    """
+    merged = OmegaConf.structured(cls)
+    if yaml_path is not None:
+        _merge(cls, merged, _read_yaml(Path(yaml_path)), f" in {yaml_path}")
+    for text in overrides:
+        _merge(cls, merged, _parse_override(text), "")
+    try:
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:  # what is left is an interpolation that leads nowhere
+        raise UsageError(f"{error.full_key or 'configuration'}: {_first_line(error)}") from error
+    except ValueError as error:  # a dataclass's own validation
+        raise UsageError(_first_line(error)) from error
+    assert isinstance(config, cls)
+    check(config)
+    return config
+
+
+def save_config(config: object, directory: str | Path) -> Path:
+    """Write the resolved configuration as `config.yaml` into `directory` (made if need be); returns its path.
+
+    `load_config(type(config), path)` gives an equal object.
+    """
+    path = Path(directory) / RESOLVED_CONFIG
+    write_text(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
+    return path
+
+
+def check(config: Any, prefix: str = "") -> None:
+    """Check bounds and contradictions of a configuration built in Python; `load_config` has done so already.
+
+    Raises:
+        UsageError: names the dotted key, the value and what is allowed.
+    """
+    hints = typing.get_type_hints(type(config))
+    for item in fields(config):
+        key, value = prefix + item.name, getattr(config, item.name)
+        if is_dataclass(value):
+            check(value, key + ".")
+            continue
+        if typing.get_origin(hints[item.name]) is Literal and value not in typing.get_args(hints[item.name]):
+            raise UsageError(f"{key}={value!r} must be {_type_name(hints[item.name])}")
+        _check_bounds(key, value, item.metadata)
+    if not hasattr(config, "validate"):
+        return
+    if isinstance(config, MTPConfig):
+        try:
+            config.validate()
+        except ValueError as error:
+            raise UsageError(_first_line(error)) from error
+    else:
+        config.validate(prefix)
+
+
+def _check_bounds(key: str, value: Any, bounds: Mapping[str, Any]) -> None:
+    for number in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(number, float) and not math.isfinite(number):
+            raise UsageError(f"{key}={number} must be a finite number")
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            continue
+        for bound, limit in bounds.items():
+            holds, words = _BOUNDS[bound]
+            if not holds(number, limit):
+                raise UsageError(f"{key}={number} must be {words} {limit}")
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise UsageError(f"no such configuration file: {path}")
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    except Exception as error:  # the YAML parser's errors have no common base that OmegaConf exports
+        raise UsageError(f"{path} is not valid YAML: {_one_line(error)}") from error
+    if not isinstance(loaded, dict):
+        raise UsageError(f"{path} must hold `key: value` lines, not a {type(loaded).__name__}")
+    return {str(key): value for key, value in loaded.items()}
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    key, equals, _ = text.partition("=")
+    if not equals or not key.strip() or key.startswith("-"):
+        raise UsageError(f"{text!r} is not an override: write key=value, for example trainer.seed=1")
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
+    except Exception as error:  # as above
+        raise UsageError(f"cannot read the override {text!r}: {_one_line(error)}") from error
+    assert isinstance(loaded, dict)
+    return {str(key): value for key, value in loaded.items()}
+
+
+def _merge(cls: type, into: Any, values: Mapping[str, Any], where: str) -> None:
+    """Set each value by itself, so that a refusal is about one key whose value is known."""
+    for key, value, hint in _leaves(cls, values, "", where, cls):
+        try:
+            OmegaConf.update(into, key, value, merge=True)
+        except (OmegaConfBaseException, TypeError) as error:
+            raise UsageError(f"{key}={_shown(value)} must be {_type_name(hint)}{where}") from error
+
+
+def _leaves(
+    cls: type, values: Mapping[str, Any], prefix: str, where: str, root: type
+) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, value, type) of every setting; sections are walked, a `dict` field is one setting."""
+    hints = typing.get_type_hints(cls)
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if name not in {item.name for item in fields(cls)}:
+            while isinstance(value, Mapping) and value:  # an unknown section: its first setting says more
+                name, value = next(iter(value.items()))
+                key = f"{key}.{name}"
+            raise UsageError(f"unknown configuration key {key}{where}; {_nearest(key, root)}")
+        hint = hints[name]
+        if not is_dataclass(hint):
+            yield key, value, hint
+        elif isinstance(value, Mapping):
+            yield from _leaves(typing.cast(type, hint), value, key + ".", where, root)
+        else:
+            example = f"{key}.{fields(hint)[0].name}"
+            raise UsageError(f"{key}={_shown(value)} must be a section with keys such as {example}{where}")
+
+
+def _keys(cls: type, prefix: str = "") -> Iterator[str]:
+    hints = typing.get_type_hints(cls)
+    for item in fields(cls):
+        if is_dataclass(hints[item.name]):
+            yield from _keys(hints[item.name], f"{prefix}{item.name}.")
+        else:
+            yield prefix + item.name
+
+
+def _nearest(key: str, root: type) -> str:
+    """The valid key most like `key`: as a whole, or else by its last part, which may sit in the wrong section."""
+    valid = list(_keys(root))
+    if close := difflib.get_close_matches(key, valid, n=1, cutoff=0.75):
+        return f"did you mean {close[0]}?"
+    by_name = {name.rpartition(".")[2]: name for name in reversed(valid)}
+    if close := difflib.get_close_matches(key.rpartition(".")[2], by_name, n=1, cutoff=0.7):
+        return f"did you mean {by_name[close[0]]}?"
+    return f"the nearest valid key is {difflib.get_close_matches(key, valid, n=1, cutoff=0.0)[0]}"
+
+
+def _type_name(hint: Any) -> str:
+    """A type in the words of someone who writes YAML."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(str(value) for value in args)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type_name(arg) for arg in args)
+    if origin is list:
+        return f"a list (each item {_type_name(args[0])}), written [a, b]"
+    if origin is tuple:
+        return f"a list of {len(args)} items (each {_type_name(args[0])})"
+    if origin is dict:
+        return "a section of key: value pairs"
+    names = {float: "a number", int: "an integer", bool: "true or false", str: "text", type(None): "null"}
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else str(value).replace("\n", " ")
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0]
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,163 @@
+"""Where metrics go while a run is on: JSON lines, TensorBoard, Weights & Biases, behind one small protocol."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from forerun.errors import ForerunError, UsageError
+from forerun.report.atomic import failures
+
+Metrics = Mapping[str, float | int | None]
+
+
+class MetricsWriter(Protocol):
+    """Takes a step's metrics. None means "cannot be known here" and is never written as 0."""
+
+    def log(self, step: int, metrics: Metrics) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JSONLWriter:
+    """One JSON object a line, `{"step": ..., name: value, ...}`, appended and handed to the system at once.
+
+    None is null; JSON has no other non-numbers, so nan and the infinities become the strings "nan", "inf", "-inf".
+
+    Raises:
+        ForerunError: the file cannot be opened or written; the lines before stay.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        with failures(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._end_torn_line()
+            self._file = self.path.open("a", buffering=1, encoding="utf-8")
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        line = json.dumps({"step": step} | {name: _json_number(value) for name, value in metrics.items()})
+        with failures(self.path):
+            self._file.write(line + "\n")
+
+    def close(self) -> None:
+        with failures(self.path):
+            self._file.close()
+
+    def _end_torn_line(self) -> None:
+        """A run that was killed while writing leaves half a line; the next one must not continue it."""
+        if not self.path.exists() or self.path.stat().st_size == 0:
+            return
+        with self.path.open("rb+") as file:
+            file.seek(-1, 2)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+
+
+class TensorBoardWriter:
+    """Scalars as TensorBoard event files in `directory`; None is left out, as TensorBoard has no such value."""
+
+    def __init__(self, directory: str | Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.directory = Path(directory)
+        with failures(self.directory):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._writer = SummaryWriter(log_dir=str(directory))
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        with failures(self.directory):
+            for name, value in metrics.items():
+                if value is not None:
+                    self._writer.add_scalar(name, float(value), step)
+            self._writer.flush()
+
+    def close(self) -> None:
+        with failures(self.directory):
+            self._writer.close()
+
+
+class WandbWriter:
+    """Weights & Biases; set WANDB_MODE=offline to keep it on this machine. None is left out.
+
+    Raises:
+        UsageError: wandb is not installed.
+    """
+
+    def __init__(self, project: str, directory: str | Path, config: Mapping[str, Any] | None = None) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UsageError('the wandb logger needs wandb: pip install -e ".[wandb]"') from error
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = wandb.init(project=project, dir=str(directory), config=dict(config or {}))
+        except wandb.errors.Error as error:
+            raise ForerunError(f"wandb refused to start: {str(error).splitlines()[0]}") from error
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._run.log({name: value for name, value in metrics.items() if value is not None}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Writers:
+    """Several writers as one; closing closes every one of them, whichever fails."""
+
+    def __init__(self, writers: Sequence[MetricsWriter] = ()) -> None:
+        self.writers = list(writers)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        for writer in self.writers:
+            writer.log(step, metrics)
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for writer in self.writers:
+                stack.callback(writer.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def make_writers(
+    loggers: Sequence[str], output_dir: str | Path, config: Mapping[str, Any] | None = None, project: str = "forerun"
+) -> Writers:
+    """The writers named in `trainer.logger`: `metrics.jsonl`, `tensorboard/` and wandb's files, all in `output_dir`.
+
+    Raises:
+        UsageError: a name that is not one of jsonl, tensorboard, wandb, or a missing package.
+        ForerunError: `output_dir` cannot be written.
+    """
+    output_dir = Path(output_dir)
+    made = Writers()
+    for name in loggers:
+        match name:
+            case "jsonl":
+                made.writers.append(JSONLWriter(output_dir / "metrics.jsonl"))
+            case "tensorboard":
+                made.writers.append(TensorBoardWriter(output_dir / "tensorboard"))
+            case "wandb":
+                made.writers.append(WandbWriter(project, output_dir, config))
+            case _:
+                made.close()
+                raise UsageError(f"no logger is called {name!r}: use jsonl, tensorboard or wandb")
+    return made
+
+
+def _json_number(value: float | int | None) -> float | int | str | None:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    # numpy and torch scalars are numbers here too, but not to the json module.
+    return value if value is None or isinstance(value, bool | int | float) else _json_number(float(value))
