@@ -1,0 +1,118 @@
+"""Rows out of JSONL and parquet files, each with the place it came from, so that a bad one can be named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from forerun.errors import UsageError
+
+OnBadRow = Literal["error", "skip"]
+Row = dict[str, Any]
+T = TypeVar("T")
+
+
+class BadRow(ValueError):
+    """A row that cannot be used; the message says why, without the place."""
+
+
+def read_rows(
+    path: str | Path,
+    parse: Callable[[Row], T],
+    on_bad_row: OnBadRow = "error",
+    report: Callable[[str], None] | None = None,
+) -> list[T]:
+    """Read a `.jsonl` (or `.json` with one object a line) or `.parquet` file and parse every row.
+
+    Args:
+        parse: turns a row into what is wanted; raises `BadRow` where it cannot.
+        on_bad_row: "error" stops at the first bad row, "skip" leaves bad ones out.
+        report: called with a line for every row left out.
+
+    Raises:
+        UsageError: no such file, another kind of file, a bad row (named by file and line; rows of parquet files are
+            counted from 1), or no usable row at all.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file: give a .jsonl or .parquet file")
+    if path.suffix in (".jsonl", ".json"):
+        places, word = _jsonl(path), "line"
+    elif path.suffix == ".parquet":
+        places, word = _parquet(path), "row"
+    else:
+        raise UsageError(f"{path}: cannot read {path.suffix or 'a file without a suffix'}: give .jsonl or .parquet")
+
+    items, bad = [], 0
+    for number, row in places:
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            items.append(parse(row))
+        except BadRow as error:
+            message = f"{path}, {word} {number}: {error}"
+            if on_bad_row == "error":
+                raise UsageError(f"{message} (on_bad_row=skip leaves such rows out)") from None
+            bad += 1
+            if report is not None:
+                report(f"left out {message}")
+    if not items:
+        raise UsageError(f"{path} is empty: " + (f"all {bad} rows are bad" if bad else "it has no rows"))
+    return items
+
+
+def parse_messages(value: Any, column: str) -> list[dict[str, str]]:
+    """Chat messages as they stand in a row; a string is one turn of the user.
+
+    Raises:
+        BadRow: not a list of {"role": ..., "content": ...} with strings.
+    """
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"column {column!r} must be a list of chat messages or a string, not {_short(value)}")
+    messages = []
+    for turn in value:
+        if (
+            not isinstance(turn, dict)
+            or not isinstance(turn.get("role"), str)
+            or not isinstance(turn.get("content"), str)
+        ):
+            raise BadRow(f"column {column!r}: a message needs the strings 'role' and 'content', not {_short(turn)}")
+        messages.append({"role": turn["role"], "content": turn["content"]})
+    return messages
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _jsonl(path: Path) -> Iterator[tuple[int, Row | BadRow]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:  # JSON or UTF-8
+                yield number, BadRow(f"not JSON ({error})")
+                continue
+            yield number, row if isinstance(row, dict) else BadRow(f"not a JSON object but {_short(row)}")
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, Row | BadRow]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UsageError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from None

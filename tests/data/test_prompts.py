@@ -1,0 +1,94 @@
+"""Reading prompts in verl's layout, and splitting them."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from forerun.data.prompts import Prompt, read_prompts, split_prompts
+from forerun.errors import UsageError
+
+ROWS = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "1+1?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"split": "train", "index": 0},
+    },
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+2?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "3"},
+        "extra_info": {"split": "train", "index": 1},
+    },
+]
+
+
+def test_jsonl_and_parquet_give_the_same_prompts(tmp_path):
+    (tmp_path / "p.jsonl").write_text("\n\n".join(map(json.dumps, ROWS)))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "p.parquet")
+    prompts = read_prompts(tmp_path / "p.jsonl")
+    assert prompts == read_prompts(tmp_path / "p.parquet")
+    assert prompts[1] == Prompt(ROWS[1]["prompt"], "3", "openai/gsm8k", {"split": "train", "index": 1})
+
+
+def test_what_is_optional(tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "x", "reward_model": {"ground_truth": 4}}\n')
+    first, second = read_prompts(tmp_path / "mine.jsonl")
+    assert first == Prompt([{"role": "user", "content": "hello"}], None, "mine", {})
+    assert second.ground_truth == "4"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"question": "x"}', "no column 'prompt' among 'question'"),
+        ('{"prompt": []}', "must be a list of chat messages"),
+        ('{"prompt": [{"role": "user"}]}', "needs the strings 'role' and 'content'"),
+        ('{"prompt": "x", "extra_info": 3}', "'extra_info' must be an object"),
+        ('{"prompt": "\\ud800', "not JSON"),
+    ],
+)
+def test_a_bad_row_is_named_or_skipped(tmp_path, line, reason):
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\n" + line + "\n" + json.dumps(ROWS[1]) + "\n")
+    with pytest.raises(UsageError, match=r"p\.jsonl, line 2: ") as error:
+        read_prompts(path)
+    assert reason in str(error.value) and "\n" not in str(error.value)
+    reports: list[str] = []
+    assert len(read_prompts(path, "skip", reports.append)) == 2
+    assert len(reports) == 1 and reason in reports[0]
+
+
+def test_files_that_cannot_be_used(tmp_path):
+    with pytest.raises(UsageError, match="no such file"):
+        read_prompts(tmp_path / "none.jsonl")
+    (tmp_path / "p.csv").write_text("a,b\n")
+    with pytest.raises(UsageError, match=r"cannot read \.csv"):
+        read_prompts(tmp_path / "p.csv")
+    (tmp_path / "p.jsonl").write_text("\n")
+    with pytest.raises(UsageError, match="is empty: it has no rows"):
+        read_prompts(tmp_path / "p.jsonl")
+    (tmp_path / "q.jsonl").write_text("{}\n")
+    with pytest.raises(UsageError, match="is empty: all 1 rows are bad"):
+        read_prompts(tmp_path / "q.jsonl", "skip")
+    (tmp_path / "p.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(UsageError, match="not a readable parquet file"):
+        read_prompts(tmp_path / "p.parquet")
+
+
+def test_split_is_disjoint_complete_and_repeatable():
+    prompts = [Prompt([{"role": "user", "content": str(i % 20)}], None, "s") for i in range(30)]
+    train, held_out = split_prompts(prompts, 5, seed=1)
+    assert (train, held_out) == split_prompts(prompts, 5, seed=1)
+    assert held_out != split_prompts(prompts, 5, seed=2)[1]
+    texts = [{p.messages[0]["content"] for p in side} for side in (train, held_out)]
+    assert not texts[0] & texts[1] and len(texts[1]) == 5
+    assert len(train) + len(held_out) == 30
+    with pytest.raises(UsageError, match="cannot hold out 20 of 20"):
+        split_prompts(prompts, 20)
