@@ -1,0 +1,103 @@
+"""What every training engine takes and gives. A trainer knows this module and no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from forerun.data.batch import Batch
+from forerun.errors import ForerunError
+
+LossFn = Callable[[Tensor, Batch], tuple[Tensor, Mapping[str, Tensor]]]
+"""The main loss of one micro-batch.
+
+Called with log_probs (float32 [B, S]; entry j is log p(t_j | t_<j) where `predicted_mask(batch)` is true, else 0) and
+the micro-batch. Returns the loss and metrics. The losses of all micro-batches are *summed* into the step's loss, so a
+loss function divides by a count of the whole step (all micro-batches, all ranks), which it knows before the step: then
+any split of the batch has the gradient of the whole. Metrics are sums, added up over micro-batches; those whose name
+ends in `_max` are merged by maximum.
+"""
+
+
+class NonFiniteError(ForerunError):
+    """A loss or a gradient is NaN or infinite. The weights are those of the last good step."""
+
+
+def predicted_mask(batch: Batch) -> Tensor:
+    """bool [B, S]: token j is a supervised target with a predecessor in its document, so it has a log-probability."""
+    return batch.target_mask.roll(1, dims=1)  # target_mask is False at the last position, so nothing wraps round
+
+
+def merge_metrics(total: dict[str, float], new: Mapping[str, Tensor | float]) -> None:
+    """Add `new` into `total` in place: `*_max` by maximum, everything else by sum."""
+    for name, value in new.items():
+        number = float(value)
+        if name not in total:
+            total[name] = number
+        elif name.endswith("_max"):
+            total[name] = max(total[name], number)
+        else:
+            total[name] += number
+
+
+@runtime_checkable
+class TrainingEngine(Protocol):
+    """Owns the model's trainable state: weights, optimizer, schedule, random numbers, step count."""
+
+    global_step: int
+
+    def forward_backward(
+        self, batches: Sequence[Batch], loss_fn: LossFn, temperature: float = 1.0
+    ) -> dict[str, float]:
+        """Accumulate the gradient of the summed main loss and the grafted MTP loss over all micro-batches.
+
+        `temperature` divides the logits behind the log-probabilities (RL: the rollout's). The MTP loss is
+        divided by N_k of *all* these micro-batches, so they must be exactly one optimizer step's.
+
+        Returns:
+            loss (main, summed), entropy_sum and target_count, the loss function's own metrics, and mtp/* (loss and
+            per-depth statistics, None-valued ones left out).
+
+        Raises:
+            UsageError: no micro-batches, or none with a target.
+            NonFiniteError: a loss is NaN or infinite and the engine is set to stop on that.
+        """
+        ...
+
+    def step(self) -> dict[str, float]:
+        """Clip, update, advance the schedule, clear gradients.
+
+        Returns:
+            grad_norm (trunk), mtp_grad_norm, lr, mtp_lr, skipped (1.0 when a non-finite gradient was dropped).
+
+        Raises:
+            NonFiniteError: as in `forward_backward`.
+        """
+        ...
+
+    def log_probs(self, batches: Sequence[Batch], temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
+        """Teacher-forced (log_probs, entropy), each float32 [B, S] aligned to tokens, without a graph."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Trunk and MTP weights under Hugging Face names; what a rollout engine's `update_weights` takes."""
+        ...
+
+    def drafter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The MTP part of `named_weights` alone; empty without an MTP block."""
+        ...
+
+    def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Write everything a resume needs, whole or not at all; `extra` is JSON the trainer wants back."""
+        ...
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        """Restore what `save` wrote and return its `extra`.
+
+        Raises:
+            ForerunError: not a checkpoint of this model; the message names what is missing.
+        """
+        ...

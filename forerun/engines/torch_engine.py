@@ -1,0 +1,322 @@
+"""The training engine of plain PyTorch: one process, CPU or CUDA, any Hugging Face causal LM with or without MTP.
+
+A step reads top to bottom in `forward_backward`: counts of the whole step from the masks, then per micro-batch trunk ->
+MTP loss -> main loss -> backward. Neither loss ever holds the whole batch's logits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from forerun.data.batch import Batch
+from forerun.engines.hidden_cache import HiddenCache
+from forerun.engines.optimizer import (
+    OptimizerConfig,
+    ParameterGroups,
+    build_optimizer,
+    clip_gradients,
+    learning_rates,
+)
+from forerun.engines.protocol import LossFn, NonFiniteError, merge_metrics, predicted_mask
+from forerun.engines.state import read_state, read_weights, whole_directory, write_state
+from forerun.errors import UsageError
+from forerun.models.carrier import MTPCarrier, load_named_weights, mtp_weight_names, named_weights
+from forerun.models.training import MTPOutput, mtp_forward
+from forerun.models.trunk import base_model, project
+from forerun.mtp.config import MTPConfig
+from forerun.mtp.losses import chunked_log_probs
+from forerun.mtp.shift import depth_counts
+from forerun.mtp.stats import MTPStats
+
+
+class MTPLossFn(Protocol):
+    """An MTP objective: trunk hiddens [B, S, d] of a micro-batch -> the scaled loss and its statistics.
+
+    `counts` are N_k of the whole step (None: divide by the micro-batch's own); micro-batches' losses are summed.
+    """
+
+    def __call__(
+        self,
+        model: MTPCarrier,
+        hidden_states: Tensor,
+        batch: Batch,
+        counts: Sequence[int] | None,
+        *,
+        temperature: float = 1.0,
+        compare_with_trunk: bool = False,
+    ) -> MTPOutput: ...
+
+
+@dataclass
+class TorchEngineConfig:
+    """How the engine trains.
+
+    Attributes:
+        optimizer: AdamW, its schedule, clipping.
+        train_trunk: False freezes everything but the MTP block; trunk hiddens are then computed without a graph and
+            the main loss is not computed at all.
+        chunk_size: positions whose logits exist at once in the main loss.
+        autocast: dtype of torch.autocast for the forward pass; None computes in the weights' own dtype.
+        activation_recompute: keep only layer inputs and run each layer again in backward.
+        compare_with_trunk: measure the head's agreement with the trunk in training steps too; soft losses always do,
+            "ce" pays one more projection for it. Evaluation always measures it.
+        on_nonfinite: "stop" raises NonFiniteError; "skip" drops the step, which leaves the weights alone.
+    """
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train_trunk: bool = True
+    chunk_size: int = 1024
+    autocast: Literal["bfloat16", "float16"] | None = None
+    activation_recompute: bool = False
+    compare_with_trunk: bool = False
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+
+
+def default_mtp_loss(
+    model: MTPCarrier,
+    hidden_states: Tensor,
+    batch: Batch,
+    counts: Sequence[int] | None,
+    *,
+    temperature: float = 1.0,
+    compare_with_trunk: bool = False,
+) -> MTPOutput:
+    """The objective that the model's own MTPConfig describes."""
+    return mtp_forward(
+        model,
+        hidden_states,
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        document_ids=batch.document_ids,
+        loss_mask=batch.loss_mask,
+        counts=counts,
+        temperature=temperature,
+        compare_with_trunk=compare_with_trunk,
+    )
+
+
+class TorchEngine:
+    """A `TrainingEngine` (see the protocol for the methods' contracts).
+
+    Args:
+        model: a causal LM; one that `forerun.attach` or `forerun.load` gave an MTP block trains it when its
+            `mtp_config.enable_train` is set.
+        config: see `TorchEngineConfig`.
+        mtp_loss: replaces the MTP objective; the default is the one that the model's MTPConfig describes.
+        hidden_cache: keeps the trunk's hiddens of rows seen before; only with a frozen trunk.
+
+    Raises:
+        UsageError: nothing to train, an unusable schedule, or a cache with a trunk that changes.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TorchEngineConfig | None = None,
+        mtp_loss: MTPLossFn = default_mtp_loss,
+        hidden_cache: HiddenCache | None = None,
+    ) -> None:
+        self.model = model
+        self.config = config or TorchEngineConfig()
+        self.mtp_config: MTPConfig | None = model.mtp_config if isinstance(model, MTPCarrier) else None
+        self.train_mtp = self.mtp_config is not None and self.mtp_config.enable_train
+        self.mtp_loss = mtp_loss
+        self.hidden_cache = hidden_cache
+        if hidden_cache is not None and self.config.train_trunk:
+            raise UsageError("trunk hiddens can only be cached while the trunk is frozen: set train_trunk=false")
+        self.groups = ParameterGroups.of(model, self.config.train_trunk, self.train_mtp)
+        self.optimizer, self.scheduler = build_optimizer(self.groups, self.config.optimizer)
+        if self.config.activation_recompute:
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        self.global_step = 0
+        self._drop_step = False
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    # ---- one step
+
+    def forward_backward(
+        self, batches: Sequence[Batch], loss_fn: LossFn, temperature: float = 1.0
+    ) -> dict[str, float]:
+        if not batches or not any(batch.num_targets for batch in batches):
+            raise UsageError("the batch has no supervised target token: check the prompt/response mask of the data")
+        self.model.train()
+        counts = self._depth_counts(batches)
+        metrics: dict[str, float] = {}
+        stats: MTPStats | None = None
+        for batch in batches:
+            batch = batch.to(self.device)
+            losses: list[Tensor] = []
+            with self._autocast():
+                hidden_states = self._trunk(batch)
+                if self.train_mtp:
+                    assert isinstance(self.model, MTPCarrier)
+                    mtp = self.mtp_loss(
+                        self.model,
+                        hidden_states,
+                        batch,
+                        counts,
+                        temperature=temperature,
+                        compare_with_trunk=self.config.compare_with_trunk,
+                    )
+                    losses.append(mtp.loss)
+                    merge_metrics(metrics, {"mtp_loss": mtp.loss.detach()})
+                    stats = mtp.stats if stats is None else stats.merge(mtp.stats)
+                if self.config.train_trunk:
+                    log_probs, entropy = self._log_probs(hidden_states, batch, temperature)
+                    loss, loss_metrics = loss_fn(log_probs, batch)
+                    losses.append(loss)
+                    merge_metrics(metrics, {"loss": loss.detach(), "entropy_sum": entropy.sum(), **loss_metrics})
+                    merge_metrics(metrics, {"target_count": float(batch.num_targets)})
+            # Grafting is for trainers that see only their own loss. This one holds both, and their sum has the same
+            # gradient.
+            total = torch.stack([loss.float() for loss in losses]).sum()
+            if not torch.isfinite(total):
+                self._non_finite("loss", metrics)
+                break
+            if total.requires_grad:
+                total.backward()
+        if stats is not None:
+            metrics.update({name: value for name, value in stats.compute().items() if value is not None})
+        return metrics
+
+    def step(self) -> dict[str, float]:
+        max_norm = self.config.optimizer.max_grad_norm
+        report = {"skipped": 0.0, **learning_rates(self.optimizer)}
+        for name, parameters in (("grad_norm", self.groups.trunk), ("mtp_grad_norm", self.groups.mtp)):
+            if parameters:
+                norm = clip_gradients(list(parameters.values()), max_norm)
+                report[name] = float(norm)
+                if not torch.isfinite(norm) and not self._drop_step:
+                    self._non_finite(name, report)
+        if self._drop_step:
+            report["skipped"] = 1.0
+            self._drop_step = False
+            # The schedule goes on as if the step had been made; LRScheduler warns when it runs before the optimizer.
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
+        self.global_step += 1
+        return report
+
+    def _depth_counts(self, batches: Sequence[Batch]) -> list[int] | None:
+        """N_k of the whole step, so that every micro-batch divides by the same number."""
+        if not self.train_mtp:
+            return None
+        assert isinstance(self.model, MTPCarrier) and self.mtp_config is not None
+        num_depths = self.model.mtp.num_depths
+        totals = [0] * num_depths
+        for batch in batches:
+            counts = depth_counts(batch.document_ids, batch.loss_mask, num_depths, self.mtp_config.mask_rule)
+            totals = [a + b for a, b in zip(totals, counts, strict=True)]
+        return totals
+
+    def _non_finite(self, what: str, figures: Mapping[str, float]) -> None:
+        """Give the step up: raise, or mark it to be dropped."""
+        bad = {k: v for k, v in figures.items() if k in ("loss", "mtp_loss", what)}
+        if self.config.on_nonfinite == "stop":
+            self.optimizer.zero_grad(set_to_none=True)
+            shown = ", ".join(f"{k}={v:g}" for k, v in bad.items())
+            raise NonFiniteError(
+                f"step {self.global_step + 1}: {what} is not finite ({shown}); the weights are those of the last good "
+                "step: lower lr, or set on_nonfinite=skip to drop such steps"
+            )
+        self._drop_step = True
+
+    # ---- forward
+
+    def _trunk(self, batch: Batch) -> Tensor:
+        """The trunk's hiddens [B, S, d], as its LM head takes them."""
+        if self.config.train_trunk:
+            return self._run_trunk(batch)
+        with torch.no_grad():
+            if self.hidden_cache is not None:
+                return self.hidden_cache.get(batch, self._run_trunk)
+            return self._run_trunk(batch)
+
+    def _run_trunk(self, batch: Batch) -> Tensor:
+        trunk = base_model(self.model)
+        out = trunk(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+        return out.last_hidden_state
+
+    def _log_probs(self, hidden_states: Tensor, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+        """(log_probs, entropy), float32 [B, S] aligned to tokens, zero where nothing is predicted."""
+        positions, tokens = batch.target_mask, predicted_mask(batch)
+        values, entropies = chunked_log_probs(
+            hidden_states[positions],
+            batch.input_ids[tokens],
+            lambda hidden: project(self.model, hidden),
+            self.config.chunk_size,
+            temperature,
+        )
+        blank = torch.zeros(tokens.shape, dtype=values.dtype, device=values.device)
+        return blank.masked_scatter(tokens, values), blank.masked_scatter(tokens, entropies)
+
+    @torch.no_grad()
+    def log_probs(self, batches: Sequence[Batch], temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
+        self.model.eval()
+        results = []
+        for batch in batches:
+            batch = batch.to(self.device)
+            with self._autocast():
+                results.append(self._log_probs(self._run_trunk(batch), batch, temperature))
+        return results
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Held-out figures: eval loss (mean negative log-probability per target) and mtp/* per depth."""
+        self.model.eval()
+        nll, targets, stats = 0.0, 0, None
+        for batch in batches:
+            batch = batch.to(self.device)
+            with self._autocast():
+                hidden_states = self._run_trunk(batch)
+                log_probs, _ = self._log_probs(hidden_states, batch, 1.0)
+                if isinstance(self.model, MTPCarrier):
+                    mtp = self.mtp_loss(self.model, hidden_states, batch, None, compare_with_trunk=True)
+                    stats = mtp.stats if stats is None else stats.merge(mtp.stats)
+            nll -= float(log_probs.sum())
+            targets += batch.num_targets
+        figures = {"loss": nll / targets} if targets else {}
+        if stats is not None:
+            figures.update({name: value for name, value in stats.compute().items() if value is not None})
+        return figures
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.config.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=getattr(torch, self.config.autocast))
+
+    # ---- weights and state
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return named_weights(self.model)
+
+    def drafter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The MTP block's weights alone, under Hugging Face names."""
+        wanted = set(mtp_weight_names(self.model).values()) if isinstance(self.model, MTPCarrier) else set()
+        return ((name, tensor) for name, tensor in self.named_weights() if name in wanted)
+
+    def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
+        with whole_directory(directory) as unfinished:
+            self.model.save_pretrained(unfinished)
+            write_state(
+                unfinished, self.optimizer, self.scheduler, self.groups.named(), self.global_step, extra or {}
+            )
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        load_named_weights(self.model, dict(read_weights(directory)))
+        self.global_step, extra = read_state(directory, self.optimizer, self.scheduler, self.groups.named())
+        return extra
