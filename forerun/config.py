@@ -51,30 +51,28 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Where examples come from.
+    """Where examples come from: `.jsonl` or `.parquet` files in the layout that `forerun.data` reads.
 
-    `train_files` and `val_files` name JSON-lines files or packaged sources (`forerun.data`). SFT reads conversations
-    under `messages_key` (or `prompt_key` and `response_key`); RL reads prompts and what the reward compares with.
+    SFT reads conversations (`messages`, or `prompt` and `response`), RL reads verl's columns (`prompt`,
+    `reward_model.ground_truth`, `data_source`, `extra_info`).
     """
 
     train_files: list[str] = field(default_factory=list)
     val_files: list[str] = field(default_factory=list)
-    messages_key: str = "messages"
-    prompt_key: str = "prompt"
-    response_key: str = "response"
-    answer_key: str = "answer"
     # null reads all of them.
     train_max_samples: int | None = _number(None, ge=1)
     val_max_samples: int | None = _number(None, ge=1)
-    # SFT: tokens a row holds, and whether short documents share one.
+    shuffle: bool = True
+    on_bad_row: Literal["error", "skip"] = "error"
+    # SFT only: tokens a row holds, whether short documents share one, what becomes of a longer document.
     max_length: int = _number(1024, ge=2)
     packing: bool = True
-    shuffle: bool = True
+    on_too_long: Literal["error", "skip", "truncate"] = "error"
 
 
 @dataclass
 class OptimConfig:
-    """AdamW and its schedule. Of `warmup_steps` and `warmup_ratio` one may be given; `max_grad_norm=0` is no clipping."""
+    """AdamW and its schedule: `warmup_steps` or `warmup_ratio` warms it up; `max_grad_norm=0` clips nothing."""
 
     lr: float = _number(1e-5, gt=0)
     # Peak rate of the MTP block; null takes lr.
@@ -96,6 +94,19 @@ class OptimConfig:
 
 
 @dataclass
+class EngineConfig:
+    """The training engine: where it computes, in what precision, what it keeps for backward."""
+
+    # "auto" takes CUDA where there is one.
+    device: str = "auto"
+    # Precision of the forward pass; "none" computes in the weights' own (model.dtype).
+    autocast: Literal["none", "bfloat16", "float16"] = "none"
+    activation_recompute: bool = False
+    # A loss or gradient that is not finite: stop, or drop that step.
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+
+
+@dataclass
 class TrainerConfig:
     """Length, cadence and output of a run. A frequency of -1 switches that off; 0 is not a frequency."""
 
@@ -104,6 +115,12 @@ class TrainerConfig:
     test_freq: int = _number(-1, ge=-1)
     output_dir: str = "runs/forerun"
     seed: int = _number(0, ge=0)
+    # Go on from the newest checkpoint in output_dir, if there is one.
+    resume: bool = True
+    # Newest checkpoints that are kept; 0 keeps all.
+    save_total_limit: int = _number(2, ge=0)
+    # What an alarm does (acceptance of exactly 1.00, MTP loss above ln V, a drafter that differs): warn once, or stop.
+    on_alarm: Literal["warn", "stop"] = "warn"
     logger: list[str] = field(default_factory=lambda: ["jsonl", "tensorboard"])
 
     def validate(self, prefix: str) -> None:
@@ -161,11 +178,16 @@ class SFTConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     mtp: MTPConfig = field(default_factory=MTPConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    # Passes over the data; when given, it takes the place of trainer.total_steps.
+    total_epochs: int | None = _number(None, ge=1)
     # Rows for each optimizer step, and how many of them go through the model at once.
     train_batch_size: int = _number(8, ge=1)
     micro_batch_size: int = _number(1, ge=1)
     # Head-only training: the trunk gets neither gradient nor update.
     freeze_trunk: bool = False
+    # Keep the frozen trunk's hiddens in memory, so that further epochs cost only the head.
+    cache_hiddens: bool = False
 
     def validate(self, prefix: str) -> None:
         _need_model_and_data(self.model, self.data)
@@ -175,6 +197,8 @@ class SFTConfig:
             )
         if self.freeze_trunk and not self.mtp.enable_train:
             raise UsageError("freeze_trunk=true leaves nothing to train: set mtp.enable=true and mtp.enable_train=true")
+        if self.cache_hiddens and not self.freeze_trunk:
+            raise UsageError("cache_hiddens=true needs freeze_trunk=true: the hiddens of a trunk that learns change")
 
 
 @dataclass
@@ -189,6 +213,7 @@ class RLConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     # Prompts for each rollout; the optimizer steps on ppo_mini_batch_size prompts at a time (each with its rollout.n
     # responses), ppo_epochs times over; micro_batch_size counts responses.
     train_batch_size: int = _number(8, ge=1)
@@ -216,7 +241,7 @@ def _need_model_and_data(model: ModelConfig, data: DataConfig) -> None:
     if not model.path:
         raise UsageError("model.path is not set: give the directory of a Hugging Face checkpoint")
     if not data.train_files:
-        raise UsageError("data.train_files is empty: give at least one file or packaged source")
+        raise UsageError("data.train_files is empty: give at least one .jsonl or .parquet file")
 
 
 def load_config(cls: type[Config], yaml_path: str | Path | None, overrides: Sequence[str] = ()) -> Config:

@@ -1,0 +1,192 @@
+"""The command line: `forerun <verb>`. Reads arguments, calls what does the work, turns errors into one line.
+
+A verb's arguments are parsed first and its work runs afterwards, outside the argument parser, so that every way of
+failing ends in the same place (`main`). Everything heavy is imported by the work itself: `--version` and `--help`
+answer at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from forerun import __version__
+from forerun.errors import ForerunError, UsageError
+
+Work = Callable[[], int]
+
+# click's UsageError, the base of everything it says about arguments; typer carries click under a private name.
+_ArgumentError = cast(type[Exception], typer.BadParameter.__base__)
+
+app = typer.Typer(
+    name="forerun",
+    help="Multi-token prediction for LLM post-training: train the MTP block, roll out with it, losslessly.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    epilog="FORERUN_TRACEBACK=1 shows where an error came from.",
+)
+
+
+class Head(StrEnum):
+    """Which MTP head the demo decodes with."""
+
+    shipped = "shipped"
+    fresh = "fresh"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"forerun {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer tokens, same phases: under 4 minutes.")] = False,
+    out: Annotated[Path, typer.Option(help="Directory for everything the demo writes; run again to resume.")] = Path(
+        "forerun-demo"
+    ),
+    seed: Annotated[int, typer.Option(min=0, help="Seed of data order, initialisation and sampling.")] = 0,
+    model: Annotated[
+        Path | None, typer.Option(help="A Llama- or Qwen-like Hugging Face directory instead of SmolLM2-135M-Instruct.")
+    ] = None,
+    head: Annotated[
+        Head | None, typer.Option(help="MTP head for rollout and RL: the shipped one, or the one trained in this run.")
+    ] = None,
+) -> Work:
+    """Run the whole loop on a real small model: attach, SFT, rollout, RL, export, report."""
+
+    def work() -> int:
+        from forerun.demo import DemoOptions, run
+
+        chosen: dict[str, Any] = {} if head is None else {"head": head.value}
+        return run(DemoOptions(quick=quick, out=out, seed=seed, model=model, **chosen))
+
+    return work
+
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run's configuration.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="key=value ...", help="Settings that win over the file's, by dotted key.")
+]
+
+
+@app.command()
+def sft(config: ConfigPath, overrides: Overrides = None) -> Work:
+    """Supervised fine-tuning of a model and its MTP block, or of the block alone."""
+
+    def work() -> int:
+        from forerun.config import SFTConfig, load_config
+
+        loaded = load_config(SFTConfig, config, overrides or [])
+        from forerun.trainers.sft import SFTTrainer
+
+        SFTTrainer(loaded).train()
+        return 0
+
+    return work
+
+
+@app.command()
+def rl(config: ConfigPath, overrides: Overrides = None) -> Work:
+    """Reinforcement learning on verifiable rewards, with speculative rollouts."""
+
+    def work() -> int:
+        from forerun.config import RLConfig, load_config
+
+        loaded = load_config(RLConfig, config, overrides or [])
+        from forerun.trainers.rl import RLTrainer
+
+        RLTrainer(loaded).train()
+        return 0
+
+    return work
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Option(help="Hugging Face directory, with or without MTP tensors.")],
+    prompt: Annotated[list[str], typer.Option(help="What the user says; repeat it for several prompts.")],
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Tokens to draft per step; 0 is off. Default: 1 if the model carries MTP.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling, in (0, 1].")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
+    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Answers for each prompt.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
+) -> Work:
+    """Answer prompts with the native engine, drafting with the model's MTP block. Text to stdout, figures to stderr."""
+
+    def work() -> int:
+        from forerun.generation import GenerateOptions, generate_text
+
+        options = GenerateOptions(
+            num_speculative_tokens=num_speculative_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            max_tokens=max_tokens,
+            n=n,
+            seed=seed,
+        )
+        return generate_text(model, prompt, options)
+
+    return work
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code: 0, 1 (failed), 2 (unusable input) or 130 (interrupted)."""
+    try:
+        work = app(args=None if arguments is None else list(arguments), prog_name="forerun", standalone_mode=False)
+        return work() if callable(work) else int(work or 0)
+    except _ArgumentError as error:
+        message, context = cast(Any, error).format_message(), getattr(error, "ctx", None)
+        if not message:  # no arguments at all: the help has been shown
+            return UsageError.exit_code
+        verb = context.command_path if context is not None else "forerun"
+        return _fail(f"{message.rstrip('.')} (see {verb} --help)", UsageError.exit_code)
+    except ForerunError as error:
+        return _fail(str(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted; what was finished is kept", 130, label="")
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _fail(_describe(error), ForerunError.exit_code)
+
+
+def _describe(error: OSError) -> str:
+    text = (error.strerror or str(error) or type(error).__name__).strip().split("\n", 1)[0]
+    where = f"{error.filename}: " if error.filename else ""
+    mend = "; free some space and run again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return where + text + mend
+
+
+def _fail(message: str, code: int, label: str = "error: ") -> int:
+    if os.environ.get("FORERUN_TRACEBACK") == "1":
+        traceback.print_exc()
+    print(f"forerun: {label}{' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

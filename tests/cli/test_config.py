@@ -1,0 +1,152 @@
+"""Run configuration: defaults, files, overrides, and every way of getting them wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forerun.config import ModelConfig, OptimConfig, RLConfig, SFTConfig, check, load_config, save_config
+from forerun.errors import UsageError
+from forerun.mtp.config import MTPConfig
+
+REQUIRED = ["model.path=some/model", "data.train_files=[a.jsonl]"]
+
+
+def test_file_then_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: m}\ndata: {train_files: [a.jsonl]}\noptim: {lr: 1e-4, betas: [0.8, 0.9]}\n")
+    config = load_config(SFTConfig, path, ["optim.lr=2e-5", "mtp.enable=true", "optim.warmup_steps=3"])
+    assert type(config) is SFTConfig and type(config.mtp) is MTPConfig
+    assert config.optim.lr == 2e-5 and config.optim.betas == (0.8, 0.9) and config.optim.warmup_steps == 3
+    assert config.model == ModelConfig(path="m") and config.data.train_files == ["a.jsonl"]
+    assert config.mtp == MTPConfig(enable=True)
+
+
+@pytest.mark.parametrize("cls", [SFTConfig, RLConfig])
+def test_saved_configuration_loads_equal(tmp_path: Path, cls: type[SFTConfig] | type[RLConfig]) -> None:
+    overrides = [*REQUIRED, "optim.betas=[0.8,0.9]", "mtp.enable=true", "mtp.loss=tv", "model.dtype=bfloat16"]
+    if cls is RLConfig:
+        overrides += ["reward.kwargs={buffer: 4, name: 'a: b'}", "reward.kwargs.deep.er=null"]
+    config = load_config(cls, None, overrides)
+    assert load_config(cls, save_config(config, tmp_path / "run")) == config
+
+
+def test_reward_arguments_are_free() -> None:
+    config = load_config(RLConfig, None, [*REQUIRED, "reward.kwargs.overlong.buffer=4", "reward.kwargs.x=[1, two]"])
+    assert config.reward.kwargs == {"overlong": {"buffer": 4}, "x": [1, "two"]}
+
+
+def test_interpolation() -> None:
+    config = load_config(SFTConfig, None, [*REQUIRED, "trainer.output_dir=runs/${model.path}"])
+    assert config.trainer.output_dir == "runs/some/model"
+
+
+BAD = [
+    ("optim.lrr=1", "unknown configuration key optim.lrr; did you mean optim.lr?"),
+    ("lr=1", "unknown configuration key lr; did you mean optim.lr?"),
+    ("temperatur=1", "unknown configuration key temperatur; did you mean rollout.temperature?"),
+    ("mtp.num_layer=2", "unknown configuration key mtp.num_layer; did you mean mtp.num_layers?"),
+    ("algorithms.clip_ratio_low=1", "algorithms.clip_ratio_low; did you mean algorithm.clip_ratio_low?"),
+    ("actor.clip_ratio_low=1", "actor.clip_ratio_low; did you mean algorithm.clip_ratio_low?"),
+    ("optim.lr=fast", "optim.lr=fast must be a number"),
+    ("optim.lr=null", "optim.lr=null must be a number"),
+    ("optim.lr={a: 1}", "optim.lr={'a': 1} must be a number"),
+    ("optim.lr=0", "optim.lr=0.0 must be greater than 0"),
+    ("optim.lr=.nan", "optim.lr=nan must be a finite number"),
+    ("optim.lr=.inf", "optim.lr=inf must be a finite number"),
+    ("optim.lr=${nowhere}", "optim.lr: Interpolation key 'nowhere' not found"),
+    ("optim.betas=[0.9]", "optim.betas=[0.9] must be a list of 2 items (each a number)"),
+    ("optim.betas=[0.9,1.0]", "optim.betas=1.0 must be less than 1"),
+    ("optim.warmup_ratio=1.5", "optim.warmup_ratio=1.5 must be at most 1"),
+    ("optim.lr_scheduler_type=step", "optim.lr_scheduler_type=step must be one of constant, linear, cosine"),
+    ("optim=3", "optim=3 must be a section with keys such as optim.lr"),
+    ("mtp=null", "mtp=null must be a section with keys such as mtp.enable"),
+    ("mtp.enable=perhaps", "mtp.enable=perhaps must be true or false"),
+    ("mtp.loss=mse", "mtp.loss=mse must be one of ce, soft_ce, tv"),
+    ("mtp.chunk_size=0", "mtp.chunk_size=0 must be at least 1"),
+    ("mtp.enable_train=true", "mtp.enable_train=true needs mtp.enable=true"),
+    ("rollout.n=1.5", "rollout.n=1.5 must be an integer"),
+    ("rollout.n=1", "rollout.n=1 gives grpo nothing to compare"),
+    ("rollout.temperature=0", "rollout.temperature=0 samples the same response every time"),
+    ("rollout.top_p=0", "rollout.top_p=0.0 must be greater than 0"),
+    ("rollout.engine=turbo", "rollout.engine=turbo must be one of native"),
+    ("ppo_mini_batch_size=3", "train_batch_size=8 is no multiple of ppo_mini_batch_size=3"),
+    ("trainer.logger=jsonl", "trainer.logger=jsonl must be a list (each item text), written [a, b]"),
+    ("trainer.logger=[csv]", "trainer.logger='csv' is not one of jsonl, tensorboard, wandb"),
+    ("trainer.save_freq=0", "trainer.save_freq=0 is not a frequency"),
+    ("trainer.save_freq=-2", "trainer.save_freq=-2 must be at least -1"),
+    ("trainer.output_dir=''", "trainer.output_dir is empty"),
+    ("reward.kwargs=3", "reward.kwargs=3 must be a section of key: value pairs"),
+    ("model.path=''", "model.path is not set"),
+    ("data.train_files=[]", "data.train_files is empty"),
+    ("data.max_length=true", "data.max_length=True must be an integer"),
+    ("--optim.lr=1", "'--optim.lr=1' is not an override: write key=value"),
+    ("optim.lr", "'optim.lr' is not an override: write key=value"),
+    ("optim.betas=[1,", "cannot read the override 'optim.betas=[1,'"),
+    ("optim.lr=${", "cannot read the override 'optim.lr=${'"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), BAD)
+def test_a_bad_override_is_one_line_that_names_it(override: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_config(RLConfig, None, [*REQUIRED, override])
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("- a\n", "must hold `key: value` lines, not a list"),
+        ("optim: [1, 2", "is not valid YAML"),
+        ("optim: {lr: 1}\noptim: {lr: 2}\n", "is not valid YAML"),
+        ("just text", "unknown configuration key just text"),
+        ("optim:\n  lrr: 1\n", "unknown configuration key optim.lrr in {path}; did you mean optim.lr?"),
+        ("optim:\n  lr: fast\n", "optim.lr=fast must be a number in {path}"),
+        ("1: 2\n", "unknown configuration key 1 in {path}"),
+        ("", "model.path is not set"),
+    ],
+)
+def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(content)
+    with pytest.raises(UsageError) as caught:
+        load_config(SFTConfig, path)
+    assert message.format(path=path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such configuration file"):
+        load_config(SFTConfig, tmp_path / "missing.yaml")
+    with pytest.raises(UsageError, match="cannot read"):
+        load_config(SFTConfig, tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"model: {path: \xff}\n")
+    with pytest.raises(UsageError, match="not valid YAML"):
+        load_config(SFTConfig, tmp_path / "latin.yaml")
+
+
+def test_a_configuration_built_in_python_is_checked_alike() -> None:
+    config = load_config(SFTConfig, None, REQUIRED)
+    config.optim.lr = -1.0
+    with pytest.raises(UsageError, match=r"optim\.lr=-1\.0 must be greater than 0"):
+        check(config)
+    config.optim.lr = 1.0
+    config.model.dtype = "int8"  # type: ignore[assignment]
+    with pytest.raises(UsageError, match=r"model\.dtype='int8' must be one of"):
+        check(config)
+
+
+def test_contradictions() -> None:
+    with pytest.raises(UsageError, match="freeze_trunk=true leaves nothing to train"):
+        load_config(SFTConfig, None, [*REQUIRED, "freeze_trunk=true"])
+    with pytest.raises(UsageError, match="micro_batch_size=9 is larger than train_batch_size=8"):
+        load_config(SFTConfig, None, [*REQUIRED, "micro_batch_size=9"])
+    with pytest.raises(UsageError, match="are both set"):
+        load_config(SFTConfig, None, [*REQUIRED, "optim.warmup_steps=1", "optim.warmup_ratio=0.1"])
+
+
+def test_warm_up() -> None:
+    assert OptimConfig(warmup_ratio=0.1).num_warmup_steps(25) == 3
+    assert OptimConfig(warmup_steps=0).num_warmup_steps(25) == 0
+    assert OptimConfig().num_warmup_steps(25) == 0

@@ -1,0 +1,22 @@
+"""What every test runs under: no network for model hubs, one seed, messages that do not depend on the terminal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# Before any test module imports transformers or datasets, which read these once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("COLUMNS", "120")
+
+
+@pytest.fixture(autouse=True)
+def _seeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import torch
+
+    monkeypatch.delenv("FORERUN_TRACEBACK", raising=False)
+    torch.manual_seed(0)
+    yield

@@ -1,0 +1,76 @@
+"""Progress lines in a log: what they say and how often."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from forerun.report.progress import ProgressBar, duration
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_log_gets_a_line_about_every_ten_seconds() -> None:
+    out, clock = io.StringIO(), Clock()
+    with ProgressBar("rollout", total=100, unit="prompts", file=out, clock=clock) as bar:
+        for _ in range(50):
+            clock.now += 0.5
+            bar.advance(2, "acceptance 1.43")
+    assert out.getvalue().splitlines() == [
+        "rollout: 100 prompts to do",
+        "rollout:  40%  40/100 prompts  4 prompts/s  ETA 15s  acceptance 1.43",
+        "rollout:  80%  80/100 prompts  4 prompts/s  ETA 5.0s  acceptance 1.43",
+        "rollout: done in 25s  100 prompts  acceptance 1.43",
+    ]
+
+
+def test_slow_steps_and_unknown_totals() -> None:
+    out, clock = io.StringIO(), Clock()
+    bar = ProgressBar("train", total=10, file=out, clock=clock)
+    assert bar.rate is None and bar.eta is None and bar.state() == "  0%  0/10 steps"
+    clock.now += 60
+    bar.advance()
+    assert bar.state() == " 10%  1/10 steps  60 s each  ETA 9:00"
+    endless = ProgressBar("serve", total=None, unit="requests", file=out, clock=clock)
+    clock.now += 2
+    endless.advance(6)
+    assert endless.eta is None and endless.state() == "6 requests  3 requests/s"
+
+
+def test_a_failure_is_not_called_done() -> None:
+    out, clock = io.StringIO(), Clock()
+    with pytest.raises(ValueError), ProgressBar("train", total=10, file=out, clock=clock) as bar:
+        clock.now += 3
+        bar.advance(4)
+        raise ValueError
+    assert out.getvalue().splitlines()[-1] == "train: stopped after 3.0s  4 steps"
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    out, clock = Terminal(), Clock()
+    with ProgressBar("train", total=4, file=out, clock=clock) as bar:
+        clock.now += 2
+        bar.advance(2, "loss 1.0")
+    text = out.getvalue()
+    assert "\x1b[" in text and " 50%  2/4 steps" in text and "ETA 2.0s  loss 1.0" in text
+    assert text.rstrip().endswith("train: done in 2.0s  2 steps  loss 1.0")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.04, "0.0s"), (9.94, "9.9s"), (59.4, "59s"), (187, "3:07"), (3765, "1:02:45")]
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
