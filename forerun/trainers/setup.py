@@ -1,0 +1,161 @@
+"""From a configuration to the objects of a run: tokenizer, model with its MTP block, training engine, run directory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from forerun.checkpoint.reader import CheckpointReader
+from forerun.config import (
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    RLConfig,
+    SFTConfig,
+    TrainerConfig,
+    check,
+    save_config,
+)
+from forerun.engines.optimizer import OptimizerConfig
+from forerun.engines.protocol import TrainingEngine
+from forerun.engines.state import latest_checkpoint, prune_checkpoints
+from forerun.engines.torch_engine import TorchEngineConfig
+from forerun.errors import UsageError
+from forerun.families import declared_depth, family_of
+from forerun.models.attach import attach
+from forerun.models.loading import load
+from forerun.mtp.config import MTPConfig
+from forerun.report.writers import Writers, make_writers
+
+logger = logging.getLogger(__name__)
+
+
+def check_config(config: SFTConfig | RLConfig, has_data: bool, has_model: bool) -> None:
+    """Check a configuration; objects that the caller brings stand in for the paths that name them.
+
+    Raises:
+        UsageError: see `forerun.config.check`.
+    """
+    model = replace(config.model, path=config.model.path or ("given" if has_model else ""))
+    data = replace(config.data, train_files=config.data.train_files or (["given"] if has_data else []))
+    check(replace(config, model=model, data=data))
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the weights.
+
+    Raises:
+        UsageError: the directory is no checkpoint or has no tokenizer.
+    """
+    CheckpointReader(config.path)
+    try:
+        return AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"{config.path} has no usable tokenizer ({reason}): copy the tokenizer files there") from error
+
+
+def load_model(config: ModelConfig, mtp: MTPConfig, device: torch.device, seed: int = 0) -> PreTrainedModel:
+    """The model of a run; one without an MTP block gets a new one of `mtp.num_layers` depths if `mtp.enable` asks.
+
+    Raises:
+        UsageError: not a checkpoint, or the trunk cannot take a block.
+    """
+    reader = CheckpointReader(config.path)
+    dtype = getattr(torch, config.dtype)
+    if mtp.enable and not declared_depth(family_of(reader.config), reader.config):
+        model = load(config.path, replace(mtp, enable=False, enable_train=False, enable_rollout=False), dtype=dtype)
+        logger.warning("%s carries no MTP block: attaching a new one of depth %d", config.path, mtp.num_layers)
+        model = attach(model, mtp, seed=seed)
+    else:
+        model = load(config.path, mtp, dtype=dtype)
+    return model.to(device)  # type: ignore[arg-type]
+
+
+def resolve_device(config: EngineConfig) -> torch.device:
+    """The device that `engine.device` names.
+
+    Raises:
+        UsageError: no such device on this machine.
+    """
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(config.device)
+    except RuntimeError:
+        raise UsageError(f"engine.device={config.device!r} is no device: use auto, cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"engine.device={config.device!r}, but torch sees no CUDA device here: use auto or cpu")
+    return device
+
+
+def engine_config(
+    engine: EngineConfig, optim: OptimConfig, mtp: MTPConfig, total_steps: int, train_trunk: bool = True
+) -> TorchEngineConfig:
+    """The torch engine's settings for a run of `total_steps` optimizer steps."""
+    return TorchEngineConfig(
+        optimizer=OptimizerConfig(
+            lr=optim.lr,
+            mtp_lr=optim.mtp_lr,
+            betas=(optim.betas[0], optim.betas[1]),
+            weight_decay=optim.weight_decay,
+            max_grad_norm=optim.max_grad_norm,
+            lr_scheduler_type=_scheduler_name(optim, total_steps),
+            warmup_steps=optim.num_warmup_steps(total_steps),
+            total_steps=total_steps,
+        ),
+        train_trunk=train_trunk,
+        chunk_size=mtp.chunk_size,
+        autocast=None if engine.autocast == "none" else engine.autocast,
+        activation_recompute=engine.activation_recompute,
+        on_nonfinite=engine.on_nonfinite,
+    )
+
+
+def _scheduler_name(optim: OptimConfig, total_steps: int) -> str:
+    warm = optim.num_warmup_steps(total_steps) > 0
+    return "constant_with_warmup" if optim.lr_scheduler_type == "constant" and warm else optim.lr_scheduler_type
+
+
+class RunDirectory:
+    """`trainer.output_dir`: resolved configuration, metrics, checkpoints, the exported model under `model/`.
+
+    Args:
+        config: the run's configuration dataclass, written as config.yaml.
+        trainer: its trainer section.
+    """
+
+    def __init__(self, config: Any, trainer: TrainerConfig) -> None:
+        self.trainer = trainer
+        self.path = Path(trainer.output_dir)
+        save_config(config, self.path)
+        self.writers: Writers = make_writers(trainer.logger, self.path, asdict(config))
+
+    @property
+    def model_path(self) -> Path:
+        return self.path / "model"
+
+    def resume(self, engine: TrainingEngine) -> dict[str, Any] | None:
+        """Restore the newest checkpoint into `engine`; its extra, or None when the run starts anew."""
+        checkpoint = latest_checkpoint(self.path) if self.trainer.resume else None
+        if checkpoint is None:
+            return None
+        extra = engine.load(checkpoint)
+        logger.warning("resuming from %s", checkpoint)
+        return extra
+
+    def save(self, engine: TrainingEngine, extra: Mapping[str, Any]) -> Path:
+        """Write a checkpoint of the engine's current step and delete those past `save_total_limit`."""
+        path = self.path / f"checkpoint-{engine.global_step}"
+        engine.save(path, extra)
+        prune_checkpoints(self.path, self.trainer.save_total_limit)
+        return path
+
+    def is_due(self, frequency: int, step: int) -> bool:
+        return frequency > 0 and step % frequency == 0

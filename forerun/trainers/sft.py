@@ -1,0 +1,196 @@
+"""Supervised fine-tuning: trunk and MTP block together, or the block alone on a frozen trunk.
+
+`SFTTrainer(config).train()` is the whole run of `forerun sft`. Each part can also be given: an engine with its own MTP
+objective, documents that are already tokenized, held-out sets by name.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, set_seed
+
+from forerun.config import SFTConfig
+from forerun.data.batch import Batch
+from forerun.data.chat import encode_examples, read_examples
+from forerun.data.order import DataOrder
+from forerun.data.packing import Document
+from forerun.engines.hidden_cache import HiddenCache
+from forerun.engines.protocol import merge_metrics
+from forerun.engines.torch_engine import MTPLossFn, TorchEngine, default_mtp_loss
+from forerun.errors import UsageError
+from forerun.models.carrier import MTPCarrier
+from forerun.report.progress import ProgressBar
+from forerun.trainers.alarms import Alarms
+from forerun.trainers.batching import make_rows, micro_batches
+from forerun.trainers.setup import (
+    RunDirectory,
+    check_config,
+    engine_config,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+)
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+
+
+class NextTokenLoss:
+    """Cross-entropy of the next token: mean over the supervised tokens of the whole step."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self.num_targets = sum(batch.num_targets for batch in batches)
+
+    def __call__(self, log_probs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return -log_probs.sum() / self.num_targets, {}
+
+
+class SFTTrainer:
+    """One SFT run.
+
+    Args:
+        config: checked before anything is loaded.
+        documents: training documents in place of `data.train_files`.
+        eval_documents: held-out documents by name, in place of `data.val_files`; figures get the name as a prefix.
+        engine: in place of the model that `model.path` names. Its optimizer, schedule and MTP objective stay its own.
+        tokenizer: in place of the one at `model.path`; None with both documents and engine given needs none.
+        mtp_loss: the MTP objective of the engine that is built; default as `config.mtp` says.
+        initialise: called once with (model, training rows) on a new run, before the first step: a closed-form fit, say.
+
+    Raises:
+        UsageError: a configuration or data that cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: SFTConfig,
+        *,
+        documents: Sequence[Document] | None = None,
+        eval_documents: Mapping[str, Sequence[Document]] | None = None,
+        engine: TorchEngine | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        mtp_loss: MTPLossFn = default_mtp_loss,
+        initialise: Callable[[MTPCarrier, Sequence[Batch]], None] | None = None,
+    ) -> None:
+        check_config(config, has_data=documents is not None, has_model=engine is not None)
+        self.config = config
+        set_seed(config.trainer.seed)
+        device = resolve_device(config.engine)
+        needs_tokenizer = tokenizer is None and (documents is None or engine is None)
+        self.tokenizer = load_tokenizer(config.model) if needs_tokenizer else tokenizer
+        # Data before the model: a bad row is found in a second, not after a minute's loading.
+        if documents is None:
+            documents = self._read(config.data.train_files, config.data.train_max_samples)
+        if eval_documents is None:
+            held_out = config.data.val_files
+            eval_documents = {"val": self._read(held_out, config.data.val_max_samples)} if held_out else {}
+        self.rows = self._rows(documents)
+        self.eval_rows = {name: self._rows(given) for name, given in eval_documents.items()}
+        self.order = DataOrder(len(self.rows), config.trainer.seed, config.data.shuffle)
+        self.total_steps = config.trainer.total_steps
+        if config.total_epochs is not None:
+            self.total_steps = math.ceil(config.total_epochs * len(self.rows) / config.train_batch_size)
+
+        if engine is None:
+            engine = TorchEngine(
+                load_model(config.model, config.mtp, device, config.trainer.seed),
+                engine_config(config.engine, config.optim, config.mtp, self.total_steps, not config.freeze_trunk),
+                mtp_loss,
+                HiddenCache() if config.cache_hiddens else None,
+            )
+        self.engine = engine
+        self.initialise = initialise
+        self.alarms = Alarms(
+            config.trainer.on_alarm,
+            engine.model.config.get_text_config().vocab_size,
+            config.mtp.loss,
+            warmup_steps=max(20, config.optim.num_warmup_steps(self.total_steps)),
+        )
+
+    def train(self) -> Metrics:
+        """Train to the end, with checkpoints and held-out figures on the way, and export the model.
+
+        Returns:
+            the last step's metrics and the last held-out figures.
+
+        Raises:
+            ForerunError: see the engine, the alarms and the writers; checkpoints written before stay.
+        """
+        config, engine = self.config.trainer, self.engine
+        run = RunDirectory(self.config, config)
+        metrics: Metrics = {}
+        with run.writers:
+            resumed = run.resume(engine)
+            if resumed is not None:
+                self.order.load_state_dict(resumed["order"])
+            else:
+                if self.initialise is not None and isinstance(engine.model, MTPCarrier):
+                    self.initialise(engine.model, self.rows)
+                metrics.update(self.evaluate())
+                run.writers.log(0, metrics)
+            with ProgressBar("sft", self.total_steps, "steps") as progress:
+                progress.advance(min(engine.global_step, self.total_steps), None)
+                while engine.global_step < self.total_steps:
+                    metrics = self.step()
+                    last = engine.global_step == self.total_steps
+                    if last or run.is_due(config.test_freq, engine.global_step):
+                        metrics.update(self.evaluate())
+                    run.writers.log(engine.global_step, metrics)
+                    if last or run.is_due(config.save_freq, engine.global_step):
+                        run.save(engine, {"order": self.order.state_dict()})
+                    progress.advance(1, _note(metrics))
+            self.export(run)
+        return metrics
+
+    def step(self) -> Metrics:
+        """One optimizer step on the next `train_batch_size` rows."""
+        started = time.perf_counter()
+        rows = [self.rows[index] for index in self.order.take(self.config.train_batch_size)]
+        batches = micro_batches(rows, self.config.micro_batch_size)
+        metrics = self.engine.forward_backward(batches, NextTokenLoss(batches))
+        metrics.update(self.engine.step())
+        if "entropy_sum" in metrics:
+            metrics["entropy"] = metrics.pop("entropy_sum") / metrics["target_count"]
+        metrics["epoch"] = self.order.epoch + self.order.position / self.order.num_items
+        seconds = time.perf_counter() - started
+        metrics["time/step"] = seconds
+        metrics["tokens_per_second"] = sum(int((row.document_ids >= 0).sum()) for row in rows) / seconds
+        self.alarms.mtp_loss(self.engine.global_step, metrics)
+        return metrics
+
+    def evaluate(self) -> Metrics:
+        """Held-out figures of every set: `<name>/loss`, `<name>/mtp/depth_{k}/...`, `<name>/mtp/acceptance_length`."""
+        figures: Metrics = {}
+        for name, rows in self.eval_rows.items():
+            found = self.engine.evaluate(micro_batches(rows, self.config.micro_batch_size))
+            merge_metrics(figures, {f"{name}/{key}": value for key, value in found.items()})
+        return figures
+
+    def export(self, run: RunDirectory) -> None:
+        """The trained model as a Hugging Face directory, tokenizer included."""
+        self.engine.model.save_pretrained(run.model_path)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(run.model_path)
+
+    def _read(self, files: Sequence[str], limit: int | None) -> list[Document]:
+        data = self.config.data
+        assert self.tokenizer is not None
+        examples = [example for file in files for example in read_examples(file, data.on_bad_row, logger.warning)]
+        return encode_examples(self.tokenizer, examples[:limit], data.max_length, data.on_too_long, logger.warning)
+
+    def _rows(self, documents: Sequence[Document]) -> list[Batch]:
+        learnable = [document for document in documents if any(list(document.loss_mask)[1:])]
+        if not learnable:
+            raise UsageError("the dataset is empty: no document has a target token to learn")
+        return make_rows(learnable, self.config.data.max_length, self.config.data.packing)
+
+
+def _note(metrics: Mapping[str, float]) -> str:
+    shown = [("loss", "loss"), ("mtp/depth_1/loss", "mtp"), ("mtp/depth_1/trunk_top1", "agree")]
+    return "  ".join(f"{label} {metrics[name]:.3f}" for name, label in shown if name in metrics)

@@ -1,0 +1,201 @@
+"""The SFT loop on a tiny checkpoint: what it learns, what isolation keeps, resume, refusals before loading."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import forerun
+from forerun.config import SFTConfig, load_config
+from forerun.data.batch import Batch
+from forerun.engines.state import checkpoints
+from forerun.errors import ForerunError, UsageError
+from forerun.models.carrier import MTPCarrier, named_weights
+from forerun.trainers.alarms import AlarmError
+from forerun.trainers.sft import SFTTrainer
+
+
+def write_examples(path: Path, count: int, seed: int) -> Path:
+    """`say x y z` is answered `x y z`: what follows can be known two tokens ahead."""
+    draw = random.Random(seed)
+    lines = []
+    for _ in range(count):
+        words = " ".join(draw.choices("abcdefgh", k=draw.randint(3, 6)))
+        lines.append(json.dumps({"prompt": f"say {words}", "response": f" {words} "}))
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture
+def settings(tmp_path: Path, checkpoint: Path) -> list[str]:
+    return [
+        f"model.path={checkpoint}",
+        f"data.train_files=[{write_examples(tmp_path / 'train.jsonl', 60, seed=1)}]",
+        f"data.val_files=[{write_examples(tmp_path / 'val.jsonl', 12, seed=2)}]",
+        "data.max_length=48",
+        f"trainer.output_dir={tmp_path / 'run'}",
+        "trainer.logger=[jsonl]",
+        "mtp.enable=true",
+        "mtp.enable_train=true",
+        "mtp.detach_encoder=true",
+        "mtp.num_layers=2",
+        "train_batch_size=4",
+        "micro_batch_size=2",
+        "optim.lr=1e-2",
+    ]
+
+
+def trainer(settings: list[str], *more: str, **objects: Any) -> SFTTrainer:
+    return SFTTrainer(load_config(SFTConfig, None, [*settings, *more]), **objects)
+
+
+def weights(made: SFTTrainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in named_weights(made.engine.model)}
+
+
+def lines(settings: list[str]) -> list[dict[str, Any]]:
+    output = next(s.split("=", 1)[1] for s in settings if s.startswith("trainer.output_dir"))
+    return [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_learns_and_exports_what_it_learned(settings: list[str], tmp_path: Path) -> None:
+    made = trainer(settings, "trainer.total_steps=30", "trainer.test_freq=10", "trainer.save_freq=10")
+    made.train()
+    logged = lines(settings)
+    assert [line["step"] for line in logged] == list(range(31))
+    first, last = logged[0], logged[-1]
+    assert last["val/loss"] < first["val/loss"] - 0.3
+    assert last["val/mtp/depth_1/loss"] < first["val/mtp/depth_1/loss"] - 0.3
+    assert {"grad_norm", "mtp_grad_norm", "lr", "mtp/depth_2/loss", "tokens_per_second", "entropy"} <= last.keys()
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-20", "checkpoint-30"]
+    exported = forerun.load(tmp_path / "run" / "model")
+    assert isinstance(exported, MTPCarrier)
+    for name, tensor in named_weights(exported):
+        assert torch.equal(tensor, weights(made)[name]), name
+    assert (tmp_path / "run" / "model" / "tokenizer.json").is_file()
+    assert (tmp_path / "run" / "config.yaml").is_file()
+
+
+def test_isolated_head_leaves_the_trunk_of_training_without_mtp(settings: list[str], tmp_path: Path) -> None:
+    plain = trainer(
+        settings,
+        "mtp.enable=false",
+        "mtp.enable_train=false",
+        "trainer.total_steps=6",
+        f"trainer.output_dir={tmp_path / 'plain'}",
+    )
+    isolated = trainer(settings, "trainer.total_steps=6")
+    plain.train()
+    isolated.train()
+    with_head = weights(isolated)
+    for name, tensor in weights(plain).items():
+        assert torch.equal(tensor, with_head[name]), name
+
+
+def test_an_interrupted_run_resumes_bit_identically(settings: list[str], tmp_path: Path) -> None:
+    schedule = ["trainer.total_steps=9", "trainer.save_freq=4", "optim.lr_scheduler_type=cosine", "optim.warmup_steps=2"]
+    straight = trainer(settings, *schedule, f"trainer.output_dir={tmp_path / 'straight'}")
+    straight.train()
+
+    stopped = trainer(settings, *schedule)
+    take = stopped.order.take
+
+    def interrupted(count: int) -> list[int]:
+        if stopped.engine.global_step == 6:
+            raise KeyboardInterrupt
+        return take(count)
+
+    stopped.order.take = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    torch.manual_seed(99)
+    resumed = trainer(settings, *schedule)
+    resumed.train()
+    assert [line["step"] for line in lines(settings)] == [0, 1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9]
+    expected = weights(straight)
+    for name, tensor in weights(resumed).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_head_only_training_on_a_frozen_trunk(settings: list[str], cached: bool) -> None:
+    made = trainer(
+        settings,
+        "freeze_trunk=true",
+        f"cache_hiddens={str(cached).lower()}",
+        "mtp.loss=soft_ce",
+        "total_epochs=4",
+    )
+    before = weights(made)
+    made.train()
+    head = {name for name, _ in made.engine.drafter_weights()}
+    after = weights(made)
+    for name in before:
+        assert torch.equal(before[name], after[name]) == (name not in head), name
+    assert lines(settings)[-1]["val/mtp/depth_1/loss"] < lines(settings)[0]["val/mtp/depth_1/loss"]
+    if cached:
+        cache = made.engine.hidden_cache
+        assert cache is not None
+        assert cache.misses == len(made.rows) and cache.hits >= 2 * len(made.rows)
+
+
+def test_initialisation_runs_once_and_not_on_resume(settings: list[str]) -> None:
+    calls: list[int] = []
+
+    def initialise(model: MTPCarrier, rows: Sequence[Batch]) -> None:
+        calls.append(len(rows))
+        torch.nn.init.zeros_(model.mtp.layers[0].proj.weight)
+
+    trainer(settings, "trainer.total_steps=1", initialise=initialise).train()
+    trainer(settings, "trainer.total_steps=2", initialise=initialise).train()
+    assert len(calls) == 1
+
+
+def test_a_loss_above_a_uniform_guess_raises_the_alarm(settings: list[str]) -> None:
+    made = trainer(settings, "trainer.total_steps=40", "trainer.on_alarm=stop", "mtp.mtp_loss_scaling_factor=0")
+    # A head whose output is a large constant: sure of one word, and wrong.
+    with torch.no_grad():
+        made.engine.model.mtp.layers[0].final_norm.weight.fill_(200.0)
+    with pytest.raises(AlarmError, match="mtp_loss_above_uniform at step 21"):
+        made.train()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("model.path=/nowhere", "not a directory"),
+        ("data.train_files=[/nowhere.jsonl]", "no such file"),
+        ("freeze_trunk=true mtp.enable_train=false", "nothing to train"),
+        ("cache_hiddens=true", "freeze_trunk"),
+        ("engine.device=abacus", "no device"),
+        ("data.max_length=4", "more than max_length=4"),
+    ],
+)
+def test_bad_settings_are_refused_before_the_model_is_loaded(
+    settings: list[str], change: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(*_: object, **__: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("forerun.trainers.sft.load_model", loaded)
+    with pytest.raises(UsageError, match=message):
+        trainer(settings, *change.split())
+
+
+def test_data_without_targets_is_refused(settings: list[str], tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(UsageError, match="empty"):
+        trainer(settings, f"data.train_files=[{tmp_path / 'empty.jsonl'}]")
+
+
+def test_resuming_with_other_data_is_refused(settings: list[str], tmp_path: Path) -> None:
+    trainer(settings, "trainer.total_steps=1").train()
+    write_examples(tmp_path / "train.jsonl", 20, seed=3)
+    with pytest.raises(ForerunError, match="resume with the same data"):
+        trainer(settings, "trainer.total_steps=2").train()
