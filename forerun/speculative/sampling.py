@@ -1,0 +1,96 @@
+"""From logits to the distribution that is sampled, and from a distribution and a uniform number to a token.
+
+Target and draft both go through here, so the acceptance rules compare what was really sampled. Every function is pure;
+randomness comes in as uniform numbers, one per token position, which makes a request's text its own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def target_distribution(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The distribution that temperature, then top-k, then top-p leave of the logits (transformers' and vLLM's order).
+
+    Args:
+        logits: [B, T, V], any float dtype; computed in float32 (float64 stays).
+        temperature: [B]; 0 puts all mass on the largest logit (the first, if several are equal).
+        top_k: long [B]; 0 is off. Ties with the k-th largest are kept, as in transformers.
+        top_p: [B]; 1 is off. Keeps the smallest set of most probable tokens whose mass reaches top_p.
+
+    Returns:
+        Probabilities [B, T, V], float32 or float64.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    greedy = temperature == 0
+    warm = bool((~greedy).any())
+    if not warm:
+        return _one_hot_argmax(logits)
+    scale = torch.where(greedy, 1.0, temperature).to(logits.dtype)
+    if bool((scale != 1).any()):
+        scaled = logits / scale[:, None, None]
+    else:
+        scaled = logits
+    scaled = _filter_top_k(scaled, top_k)
+    scaled = _filter_top_p(scaled, top_p)
+    probs = scaled.softmax(-1)
+    if bool(greedy.any()):
+        probs = torch.where(greedy[:, None, None], _one_hot_argmax(logits), probs)
+    return probs
+
+
+def _one_hot_argmax(logits: Tensor) -> Tensor:
+    return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+
+
+def _filter_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
+    size = logits.shape[-1]
+    widest = int(top_k.max())
+    if widest == 0:
+        return logits
+    off = (top_k == 0) | (top_k >= size)
+    best = logits.topk(min(widest, size), dim=-1).values
+    rank = (top_k.clamp(1, best.shape[-1]) - 1)[:, None, None].expand(*logits.shape[:-1], 1)
+    threshold = best.gather(-1, rank).masked_fill(off[:, None, None], -math.inf)
+    return logits.masked_fill(logits < threshold, -math.inf)
+
+
+def _filter_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
+    rows = (top_p < 1).nonzero().flatten()
+    if len(rows) == 0:
+        return logits
+    # Only the rows that ask for it are sorted: a sort of the vocabulary costs more than everything else here.
+    ordered, index = logits[rows].sort(dim=-1, descending=True)
+    mass = ordered.softmax(-1).cumsum(-1)
+    drop = torch.zeros_like(mass, dtype=torch.bool)
+    # A token goes if those before it reach top_p already; the first always stays.
+    drop[..., 1:] = mass[..., :-1] >= top_p[rows].to(mass.dtype)[:, None, None]
+    kept = logits[rows].masked_fill(torch.zeros_like(drop).scatter(-1, index, drop), -math.inf)
+    if len(rows) == logits.shape[0]:
+        return kept
+    return logits.index_copy(0, rows, kept)
+
+
+def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverse-CDF sample: the first token whose cumulative mass exceeds uniform * total.
+
+    Args:
+        probs: [..., V], not negative; need not sum to one, but must not be all zero.
+        uniforms: [...], in [0, 1).
+
+    Returns:
+        long [...]; never a token of probability 0.
+    """
+    mass = probs.cumsum(-1, dtype=torch.float64)
+    total = mass[..., -1:]
+    # A product that rounds up to the total would fall off the end.
+    point = torch.minimum(uniforms.double()[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(mass, point, right=True).squeeze(-1)
+
+
+def gather_log_probs(probs: Tensor, tokens: Tensor) -> Tensor:
+    """log p(token), [...] from probabilities [..., V] and tokens [...]."""
+    return probs.gather(-1, tokens[..., None]).squeeze(-1).log()
