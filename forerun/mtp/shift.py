@@ -65,9 +65,9 @@ def document_ids_from_cu_seqlens(
         raise ValueError(f"cu_seqlens ends at {int(starts[-1])}, past the row's {total_length} tokens")
     offsets = torch.arange(total_length, device=cu_seqlens.device)
     documents = torch.searchsorted(starts[1:].contiguous(), offsets, right=True)
+    # The row's tail counts as one more document, of length 0.
     lengths = torch.cat([cu_seqlens[1:] - cu_seqlens[:-1], cu_seqlens.new_zeros(1)])
-    origins = torch.cat([starts[:-1], starts.new_full((1,), total_length)])
-    real = offsets - origins[documents] < lengths[documents]
+    real = offsets - starts[documents] < lengths[documents]
     return torch.where(real, documents, PADDING).unsqueeze(0)
 
 

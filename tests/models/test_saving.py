@@ -1,0 +1,225 @@
+"""Attach, save, load: every MTP tensor is written once, under its family's name, and comes back bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from forerun import MTPConfig, attach, load
+from forerun.errors import ForerunError, UsageError
+from forerun.families import ATTACHED, MIMO
+from forerun.models.carrier import MTPCarrier, load_named_weights, named_weights
+from tests.models.tiny import tiny_model, token_rows
+
+MIMO_LAYER = [
+    "final_layernorm.weight",
+    "hidden_layernorm.weight",
+    "input_layernorm.weight",
+    "input_proj.weight",
+    "mlp.down_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.k_proj.bias",
+    "self_attn.k_proj.weight",
+    "self_attn.o_proj.weight",
+    "self_attn.q_proj.bias",
+    "self_attn.q_proj.weight",
+    "self_attn.v_proj.bias",
+    "self_attn.v_proj.weight",
+    "token_layernorm.weight",
+]
+
+
+@pytest.mark.parametrize("init", ["copy_last", "plain", "identity"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_round_trip(tmp_path: Path, init: str, tied: bool, sharded: bool) -> None:
+    model = attach(tiny_model(tied=tied, dtype=torch.float32), MTPConfig(enable=True, num_layers=2), init=init)
+    model.save_pretrained(tmp_path / "out", **({"max_shard_size": "5KB"} if sharded else {}))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 2
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists() == sharded
+    again = load(tmp_path / "out")
+    assert isinstance(again, MTPCarrier)
+    assert again.mtp.num_depths == 2
+    for (name, ours), (other, theirs) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert name == other and torch.equal(ours, theirs), name
+
+
+def test_the_trunk_is_still_a_checkpoint_for_transformers(tmp_path: Path) -> None:
+    plain = tiny_model(dtype=torch.float32).eval()
+    ids = token_rows(2, 9)
+    expected = plain(ids).logits
+    attach(plain, MTPConfig(enable=True)).save_pretrained(tmp_path / "out")
+    trunk = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert torch.equal(trunk(ids).logits, expected)
+
+
+def test_mimo_layout_and_config(tmp_path: Path) -> None:
+    model = attach(tiny_model("qwen2", dtype=torch.float32), MTPConfig(enable=True), family=MIMO)
+    model.save_pretrained(tmp_path / "out")
+    names = {n for n in load_file(tmp_path / "out" / "model.safetensors") if "mtp" in n}
+    assert names == {f"model.mtp_layers.0.{n}" for n in MIMO_LAYER}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("mimo", ["MiMoForCausalLM"])
+    again = load(tmp_path / "out")
+    assert isinstance(again, MTPCarrier) and again.mtp_family is MIMO
+    again.save_pretrained(tmp_path / "again")
+    first, second = (load_file(tmp_path / d / "model.safetensors") for d in ("out", "again"))
+    assert first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+def test_remote_code_and_auto_map_are_carried_over(tmp_path: Path) -> None:
+    attach(tiny_model("qwen2"), MTPConfig(enable=True), family=MIMO).save_pretrained(tmp_path / "out")
+    (tmp_path / "out" / "configuration_mimo.py").write_text("# the family's own code\n")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "configuration_mimo.MiMoConfig"}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    load(tmp_path / "out").save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "configuration_mimo.py").exists()
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["auto_map"] == config["auto_map"]
+
+
+def test_disabled_mtp_skips_the_tensors_and_clears_the_key(tmp_path: Path) -> None:
+    attach(tiny_model(dtype=torch.float32), MTPConfig(enable=True)).save_pretrained(tmp_path / "out")
+    model = load(tmp_path / "out", MTPConfig(enable=False))
+    assert not isinstance(model, MTPCarrier)
+    assert model.config.num_nextn_predict_layers == 0
+    model.save_pretrained(tmp_path / "plain")
+    assert not [n for n in load_file(tmp_path / "plain" / "model.safetensors") if "mtp" in n]
+
+
+def test_a_state_dict_without_the_block_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    model = attach(tiny_model(), MTPConfig(enable=True))
+    trunk_only = {k: v for k, v in model.state_dict().items() if not k.startswith("mtp.")}
+    with pytest.raises(ForerunError, match="lacks 13 of 13 MTP tensors"):
+        model.save_pretrained(tmp_path / "out", state_dict=trunk_only)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failing_write_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = attach(tiny_model(), MTPConfig(enable=True))
+    model.save_pretrained(tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
+    with torch.no_grad():
+        model.mtp.layers[0].proj.weight.zero_()
+    with pytest.raises(OSError, match="No space"):
+        model.save_pretrained(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_other_files_of_the_directory_stay(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "trainer_state.json").write_text("{}")
+    attach(tiny_model(), MTPConfig(enable=True)).save_pretrained(tmp_path / "out")
+    assert (tmp_path / "out" / "trainer_state.json").exists() and (tmp_path / "out" / "model.safetensors").exists()
+
+
+def broken(tmp_path: Path, how: str) -> Path:
+    path = tmp_path / "checkpoint"
+    attach(tiny_model(dtype=torch.float32), MTPConfig(enable=True)).save_pretrained(path)
+    weights, config = path / "model.safetensors", path / "config.json"
+    if how == "not a directory":
+        shutil.rmtree(path)
+    elif how == "no config":
+        config.unlink()
+    elif how == "broken json":
+        config.write_text("{")
+    elif how == "no weights":
+        weights.unlink()
+    elif how == "truncated":
+        weights.write_bytes(weights.read_bytes()[:100])
+    elif how == "head gone":
+        save_file({k: v for k, v in load_file(weights).items() if "mtp" not in k}, weights, {"format": "pt"})
+    elif how == "head undeclared":
+        config.write_text(config.read_text().replace('"num_nextn_predict_layers": 1', '"num_nextn_predict_layers": 0'))
+    elif how == "one tensor gone":
+        tensors = load_file(weights)
+        del tensors["model.mtp_layers.0.mlp.up_proj.weight"]
+        save_file(tensors, weights, {"format": "pt"})
+    elif how == "wrong shape":
+        tensors = load_file(weights)
+        tensors["model.mtp_layers.0.input_proj.weight"] = tensors["model.mtp_layers.0.input_proj.weight"][:, :3].clone()
+        save_file(tensors, weights, {"format": "pt"})
+    elif how == "missing shard":
+        weights.unlink()
+        index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("not a directory", "is not a directory"),
+        ("no config", "has no config.json"),
+        ("broken json", "cannot read"),
+        ("no weights", "only safetensors"),
+        ("truncated", "cannot read"),
+        ("head gone", "declares num_nextn_predict_layers=1 but holds 0"),
+        ("head undeclared", "declares num_nextn_predict_layers=0 but holds 1"),
+        ("one tensor gone", "has no tensor model.mtp_layers.0.mlp.up_proj.weight"),
+        ("wrong shape", "has shape"),
+        ("missing shard", "lacks model-00001-of-00002.safetensors"),
+    ],
+)
+def test_a_broken_checkpoint_is_named_in_one_line(tmp_path: Path, how: str, message: str) -> None:
+    with pytest.raises(ForerunError, match=message) as caught:
+        load(broken(tmp_path, how), MTPConfig(enable=True))
+    assert "\n" not in str(caught.value)
+
+
+def test_enable_on_a_checkpoint_without_mtp_says_how_to_attach(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "plain")
+    with pytest.raises(UsageError, match=r"forerun\.attach"):
+        load(tmp_path / "plain", MTPConfig(enable=True))
+
+
+def test_attach_refuses_a_second_block() -> None:
+    with pytest.raises(UsageError, match="already"):
+        attach(attach(tiny_model(), MTPConfig(enable=True)))
+
+
+def test_an_mtp_parameter_without_a_name_is_an_error() -> None:
+    with pytest.raises(KeyError, match="no name"):
+        ATTACHED.tensor_name(0, "surprise.weight")
+
+
+def test_named_weights_cover_everything_once_and_load_in_place() -> None:
+    model = attach(tiny_model(dtype=torch.float32), MTPConfig(enable=True), init="plain")
+    other = attach(tiny_model(dtype=torch.float32, seed=1), MTPConfig(enable=True), init="plain", seed=1)
+    weights = dict(named_weights(model))
+    assert "lm_head.weight" not in weights  # tied: under the embedding's name
+    assert sum("mtp_layers" in n for n in weights) == 13
+    load_named_weights(other, weights)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape"])
+def test_an_incomplete_update_changes_nothing(fault: str) -> None:
+    model = attach(tiny_model(dtype=torch.float32), MTPConfig(enable=True))
+    before = copy.deepcopy(model.state_dict())
+    weights = {n: torch.ones_like(t) for n, t in named_weights(model)}
+    name = "model.mtp_layers.0.input_proj.weight"
+    if fault == "missing":
+        del weights[name]
+    elif fault == "unknown":
+        weights["model.mtp_layers.7.input_proj.weight"] = weights[name]
+    else:
+        weights[name] = torch.ones(1)
+    with pytest.raises(ForerunError, match="mtp_layers"):
+        load_named_weights(model, weights)
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
