@@ -154,9 +154,19 @@ def generate(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0, 1 (failed), 2 (unusable input) or 130 (interrupted)."""
+
+    def parse_and_work() -> int:
+        given = None if arguments is None else list(arguments)
+        work = app(args=given, prog_name="forerun", standalone_mode=False)
+        return work() if callable(work) else int(work or 0)  # not callable: --help and --version have answered
+
+    return outcome(parse_and_work)
+
+
+def outcome(work: Work) -> int:
+    """Exit code of `work`; what it raises is told in one line on stderr, unless it is a fault of our own."""
     try:
-        work = app(args=None if arguments is None else list(arguments), prog_name="forerun", standalone_mode=False)
-        return work() if callable(work) else int(work or 0)
+        return work()
     except _ArgumentError as error:
         message, context = cast(Any, error).format_message(), getattr(error, "ctx", None)
         if not message:  # no arguments at all: the help has been shown
@@ -169,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted; what was finished is kept", 130, label="")
     except BrokenPipeError:  # the reader of our output left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return ForerunError.exit_code
     except OSError as error:
         return _fail(_describe(error), ForerunError.exit_code)
 

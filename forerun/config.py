@@ -163,10 +163,16 @@ class AlgorithmConfig:
 
 @dataclass
 class RewardConfig:
-    """The reward: a name that `forerun.rewards` knows, or `module:function`; `kwargs` are passed to it."""
+    """The reward, run in processes of its own (`forerun.rewards.runner`); `kwargs` are passed to the function.
 
-    function: str = "math"
+    `function` is math, exact_match, reasoning_gym, auto (by data source), module:function or file.py:function.
+    """
+
+    function: str = "auto"
     kwargs: dict[str, Any] = field(default_factory=dict)
+    # Seconds for one response; a longer one scores 0 and is counted.
+    time_limit_s: float = _number(10.0, gt=0)
+    num_workers: int = _number(1, ge=1)
 
 
 @dataclass

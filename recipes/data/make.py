@@ -1,0 +1,54 @@
+"""Make the small data sets that the recipes run on: `python recipes/data/make.py [DIRECTORY]`.
+
+Both come from reasoning-gym (Apache-2.0), whose items are generated from a seed: grade-school problems with a worked
+solution for SFT, sums that a small model sometimes gets right for RL. The same seed gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import reasoning_gym
+
+SEED = 0
+
+
+def sft_rows(count: int) -> Iterable[dict[str, Any]]:
+    """Conversations: the problem, then its worked solution and the answer."""
+    for item in reasoning_gym.create_dataset("gsm_symbolic", size=count, seed=SEED):
+        yield {
+            "messages": [
+                {"role": "user", "content": item["question"]},
+                {"role": "assistant", "content": item["metadata"]["answer_cot"]},
+            ]
+        }
+
+
+def rl_rows(count: int) -> Iterable[dict[str, Any]]:
+    """Prompts in verl's columns: sums of two or three small numbers."""
+    sums = reasoning_gym.create_dataset(
+        "chain_sum", size=count, seed=SEED, min_terms=2, max_terms=3, min_digits=1, max_digits=1
+    )
+    for item in sums:
+        expression = item["question"].split(":")[-1].replace("=", "").strip()
+        yield {
+            "data_source": "chain_sum",
+            "prompt": [
+                {"role": "user", "content": f"What is {expression}? Give the number alone."},
+            ],
+            "reward_model": {"style": "rule", "ground_truth": item["answer"]},
+        }
+
+
+def main(directory: Path) -> None:
+    for name, rows in (("sft.jsonl", sft_rows(96)), ("rl.jsonl", rl_rows(64))):
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (directory / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
