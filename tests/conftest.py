@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,3 +21,11 @@ def _seeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("FORERUN_TRACEBACK", raising=False)
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face directory; for tests with the marker `model`."""
+    from forerun.data.gguf import smollm2
+
+    return smollm2()

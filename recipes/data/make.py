@@ -1,7 +1,7 @@
 """Make the small data sets that the recipes run on: `python recipes/data/make.py [DIRECTORY]`.
 
 Both come from reasoning-gym (Apache-2.0), whose items are generated from a seed: grade-school problems with a worked
-solution for SFT, sums that a small model sometimes gets right for RL. The same seed gives the same bytes.
+solution for SFT, small sums and products for RL. The same seed gives the same bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import reasoning_gym
+
+from forerun.data.sources import load_source
 
 SEED = 0
 
@@ -29,18 +31,12 @@ def sft_rows(count: int) -> Iterable[dict[str, Any]]:
 
 
 def rl_rows(count: int) -> Iterable[dict[str, Any]]:
-    """Prompts in verl's columns: sums of two or three small numbers."""
-    sums = reasoning_gym.create_dataset(
-        "chain_sum", size=count, seed=SEED, min_terms=2, max_terms=3, min_digits=1, max_digits=1
-    )
-    for item in sums:
-        expression = item["question"].split(":")[-1].replace("=", "").strip()
+    """Prompts in verl's columns; the settings are those of which SmolLM2-135M-Instruct gets some right and some not."""
+    for prompt in load_source("arithmetic", "train", count, seed=SEED):
         yield {
-            "data_source": "chain_sum",
-            "prompt": [
-                {"role": "user", "content": f"What is {expression}? Give the number alone."},
-            ],
-            "reward_model": {"style": "rule", "ground_truth": item["answer"]},
+            "data_source": prompt.data_source,
+            "prompt": prompt.messages,
+            "reward_model": {"style": "rule", "ground_truth": prompt.ground_truth},
         }
 
 
