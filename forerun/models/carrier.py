@@ -44,6 +44,8 @@ class MTPCarrier(PreTrainedModel):
         mtp_config: how it is trained.
         mtp_family: how it is laid out on disk.
         mtp_loss_scale: what the trainer multiplies its own loss by before backward, see `forerun.mtp.graft`.
+        mtp_accumulation_steps: forwards per optimizer step; divides the loss where the trainer hands down no count of
+            the whole batch (`num_items_in_batch`).
         mtp_stats: sums since the last `pop_mtp_stats`, over the forwards that grafted a loss.
         mtp_source: the checkpoint directory it was loaded from, whose remote-code files a save carries over.
     """
@@ -52,6 +54,7 @@ class MTPCarrier(PreTrainedModel):
     mtp_config: MTPConfig
     mtp_family: FamilyRecord
     mtp_loss_scale: LossScale
+    mtp_accumulation_steps: int
     mtp_stats: MTPStats | None
     mtp_source: Path | None
 
@@ -86,8 +89,10 @@ def make_carrier(model: PreTrainedModel, block: MTPBlock, mtp: MTPConfig, family
     model.mtp_config = mtp
     model.mtp_family = family
     model.mtp_loss_scale = 1.0
+    model.mtp_accumulation_steps = 1
     model.mtp_stats = None
     model.mtp_source = None
+    model.register_load_state_dict_pre_hook(_rename_on_load)
     model.register_forward_pre_hook(_before_forward, with_kwargs=True)
     model.register_forward_hook(_after_forward, always_call=True)
     return model
@@ -151,7 +156,15 @@ def _grafted(model: MTPCarrier, hidden_states: Tensor, labels: Tensor, call: Map
         counts=None if items is None else [items] * model.mtp.num_depths,
     )
     model.mtp_stats = output.stats if model.mtp_stats is None else model.mtp_stats.merge(output.stats)
-    return graft(hidden_states, output.loss, model.mtp_loss_scale)
+    loss = output.loss if items is not None else output.loss / model.mtp_accumulation_steps
+    return graft(hidden_states, loss, model.mtp_loss_scale)
+
+
+def _rename_on_load(model: MTPCarrier, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """A trainer resumes from the file it saved with `load_state_dict(strict=False)`: the family's names must arrive."""
+    for name, stored_name in mtp_weight_names(model).items():
+        if prefix + stored_name in state_dict:
+            state_dict[prefix + name] = state_dict.pop(prefix + stored_name)
 
 
 def mtp_weight_names(model: MTPCarrier) -> dict[str, str]:

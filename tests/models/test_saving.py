@@ -223,3 +223,13 @@ def test_an_incomplete_update_changes_nothing(fault: str) -> None:
     with pytest.raises(ForerunError, match="mtp_layers"):
         load_named_weights(model, weights)
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+
+
+def test_load_state_dict_takes_the_names_of_the_file(tmp_path: Path) -> None:
+    """Trainers resume this way; without the renaming the head would silently stay as it was initialised."""
+    model = attach(tiny_model(tied=False, dtype=torch.float32), MTPConfig(enable=True), init="plain")
+    model.save_pretrained(tmp_path / "out")
+    other = attach(tiny_model(tied=False, dtype=torch.float32, seed=1), MTPConfig(enable=True), init="plain", seed=1)
+    result = other.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"), strict=True)
+    assert not result.missing_keys and not result.unexpected_keys
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))

@@ -1,0 +1,97 @@
+"""Train a carrier with the Hugging Face Trainer or TRL: the loss scale, a gradient clip of its own, the metrics.
+
+An attached model trains under either trainer without this. The callback adds what only the trainer's loop knows: how
+many micro-batches share an optimizer step, and when gradients are clipped. Without it, the trainer's clip by the
+*total* norm lets the block's gradient shrink the trunk's update although the loss is isolated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from forerun.errors import UsageError
+from forerun.models.carrier import MTPCarrier
+
+
+class MTPCallback(TrainerCallback):
+    """Pass to any transformers-style trainer: `Trainer(model, ..., callbacks=[MTPCallback()])`.
+
+    Each block parameter's gradient is set aside as it is accumulated, so the trainer's clip sees the trunk's alone, and
+    is put back, clipped by its own norm, just before the optimizer step.
+
+    Args:
+        max_grad_norm: for the block; None takes the trainer's `max_grad_norm`; 0 does not clip.
+
+    Raises:
+        UsageError: at the start of training, for a model without a block or under fp16 loss scaling (use bf16), whose
+            scale the gradients set aside would keep.
+    """
+
+    def __init__(self, max_grad_norm: float | None = None) -> None:
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm: float | None = None
+        self._set_aside: dict[nn.Parameter, Tensor] = {}
+        self._hooks: list[Any] = []
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        if not isinstance(model, MTPCarrier):
+            raise UsageError("MTPCallback needs a model with an MTP block: pass it through forerun.attach first")
+        if args.fp16:
+            raise UsageError("MTPCallback does not train under fp16 loss scaling: use bf16=True")
+        model.mtp_accumulation_steps = args.gradient_accumulation_steps
+        # Where the trainer normalises by the whole batch, it multiplies its loss by the ranks that will be averaged.
+        model.mtp_loss_scale = float(args.world_size if args.average_tokens_across_devices else 1)
+        self._remove_hooks()
+        for parameter in model.mtp.parameters():
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take))
+
+    def _take(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        before = self._set_aside.get(parameter)
+        self._set_aside[parameter] = parameter.grad if before is None else before.add_(parameter.grad)
+        parameter.grad = None
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        for parameter, grad in self._set_aside.items():
+            parameter.grad = grad
+        limit = args.max_grad_norm if self.max_grad_norm is None else self.max_grad_norm
+        norm = nn.utils.clip_grad_norm_(list(self._set_aside), limit if limit > 0 else torch.inf)
+        self.grad_norm = float(norm)
+        self._set_aside.clear()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        stats = model.pop_mtp_stats() if isinstance(model, MTPCarrier) else None
+        if stats is None or logs is None:
+            return
+        figures = {name: value for name, value in stats.compute().items() if value is not None}
+        if self.grad_norm is not None:
+            figures["mtp/grad_norm"] = self.grad_norm
+        logs.update(figures)
+        if state.log_history:
+            state.log_history[-1].update(figures)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._set_aside.clear()
