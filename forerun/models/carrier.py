@@ -63,8 +63,12 @@ class MTPCarrier(PreTrainedModel):
         stats, self.mtp_stats = self.mtp_stats, None
         return stats
 
-    def save_pretrained(
-        self, save_directory: str, *, state_dict: Mapping[str, Tensor] | None = None, **kwargs: Any
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        **kwargs: Any,
     ) -> None:
         """As transformers does it, with the MTP tensors under their family's names. Files appear whole or not at all.
 
@@ -73,7 +77,7 @@ class MTPCarrier(PreTrainedModel):
         """
         renamed = checkpoint_state_dict(self, self.state_dict() if state_dict is None else state_dict)
         with scratch_directory(save_directory) as scratch:
-            super().save_pretrained(scratch, state_dict=renamed, **kwargs)
+            super().save_pretrained(scratch, is_main_process=is_main_process, state_dict=renamed, **kwargs)
             if self.mtp_family.trunk_model_type is not None and (scratch / CONFIG).exists():
                 restore_family_config(scratch, self.mtp_family, self.mtp_source)
             replace_files(scratch, save_directory)

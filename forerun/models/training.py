@@ -42,6 +42,7 @@ def mtp_forward(
     counts: Sequence[float | Tensor] | None = None,
     temperature: float = 1.0,
     compare_with_trunk: bool = False,
+    vocabulary: Tensor | None = None,
 ) -> MTPOutput:
     """Run the MTP block over the trunk's hiddens and score every depth.
 
@@ -56,7 +57,14 @@ def mtp_forward(
         counts: N_k per depth of the whole global batch; None divides by this call's own counts.
         temperature: of the trunk's and the drafter's distributions in the soft losses and the expected acceptance.
         compare_with_trunk: also measure agreement with the trunk (always measured by the soft losses).
+        vocabulary: long [v]; restrict the soft losses to these tokens, both distributions renormalised. Cheaper, for a
+            drafter that drafts from them alone. Agreement is then counted among them too.
+
+    Raises:
+        ValueError: `vocabulary` with the loss "ce", whose labels may lie outside it.
     """
+    if vocabulary is not None and model.mtp_config.loss == "ce":
+        raise ValueError("a restricted vocabulary needs loss=soft_ce or tv")
     config, block = model.mtp_config, model.mtp
     isolated = config.detach_encoder
     trunk_hidden = hidden_states.detach() if isolated else hidden_states
@@ -74,24 +82,33 @@ def mtp_forward(
     outputs = block(trunk_hidden, embeds, **decoder_inputs(model, trunk_hidden, position_ids, attention_mask))
 
     spec = LossSpec(config.loss, temperature, config.loss_top_k)
+    index_of = None
+    if vocabulary is not None:
+        index_of = torch.full((model.config.get_text_config().vocab_size,), -1, device=input_ids.device)
+        index_of[vocabulary] = torch.arange(len(vocabulary), device=input_ids.device)
     stats = MTPStats.zeros(block.num_depths, hidden_states.device)
     chain = torch.ones_like(loss_mask, dtype=torch.bool)  # valid at every depth so far
     agreed = torch.ones_like(chain)  # and every depth so far chose as the trunk does
     total = hidden_states.new_zeros((), dtype=torch.float32)
     for depth, (target, output) in enumerate(zip(targets, outputs, strict=True), start=1):
+        hidden, teacher_hidden = output[target.valid], _ahead(hidden_states, target, depth)
+        labels_here = target.labels[target.valid]
         result = fused_loss(
-            output[target.valid],
-            target.labels[target.valid],
-            lambda h: project(model, h),
+            hidden,
+            labels_here if index_of is None else index_of[labels_here],
+            lambda h: project(model, h, vocabulary),
             spec,
             chunk_size=config.chunk_size,
-            teacher_hidden=_ahead(hidden_states, target, depth),
+            teacher_hidden=teacher_hidden,
             projection_parameters=projection_parameters,
             compare_with_trunk=compare_with_trunk,
         )
         own_count = target.valid.sum()
         count = own_count.clamp(min=1) if counts is None else torch.as_tensor(counts[depth - 1]).clamp(min=1)
-        total = total + result.loss / count.to(result.loss.device)
+        loss = result.loss
+        if config.hidden_loss_weight:
+            loss = loss + config.hidden_loss_weight * (hidden - teacher_hidden).float().pow(2).mean(dim=-1).sum()
+        total = total + loss / count.to(loss.device)
         stats.add(depth, count=own_count, loss=result.loss, label_hits=result.label_hits)
         if result.agrees is not None:
             assert result.trunk_hits is not None and result.overlap is not None

@@ -15,9 +15,17 @@ def base_model(model: PreTrainedModel) -> nn.Module:
     return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
 
 
-def project(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
-    """Logits [..., V] of hiddens [..., d], scaled and soft-capped as the model's own forward does."""
-    logits = model.get_output_embeddings()(hidden_states)
+def project(model: PreTrainedModel, hidden_states: Tensor, vocabulary: Tensor | None = None) -> Tensor:
+    """Logits [..., V] of hiddens [..., d], scaled and soft-capped as the model's own forward does.
+
+    With `vocabulary` (long [v], token ids) only those tokens' logits [..., v], in that order.
+    """
+    head: Any = model.get_output_embeddings()
+    if vocabulary is None:
+        logits = head(hidden_states)
+    else:
+        bias = None if head.bias is None else head.bias[vocabulary]
+        logits = torch.nn.functional.linear(hidden_states, head.weight[vocabulary], bias)
     config = model.config.get_text_config()
     if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
         logits = logits / divisor
