@@ -155,6 +155,14 @@ def generate(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0, 1 (failed), 2 (unusable input) or 130 (interrupted)."""
 
+    # Libraries read these when they are imported. Models are local directories and progress is ours to show.
+    for name, value in (
+        ("HF_HUB_OFFLINE", "1"),
+        ("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
+        ("TOKENIZERS_PARALLELISM", "false"),
+    ):
+        os.environ.setdefault(name, value)
+
     def parse_and_work() -> int:
         given = None if arguments is None else list(arguments)
         work = app(args=given, prog_name="forerun", standalone_mode=False)

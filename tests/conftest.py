@@ -10,6 +10,7 @@ import pytest
 
 # Before any test module imports transformers or datasets, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("COLUMNS", "120")
 
