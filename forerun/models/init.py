@@ -44,8 +44,10 @@ def fit_projection(
     Raises:
         UsageError: no position to fit on.
     """
-    layer = model.mtp.layers[0]
-    scale = model.mtp.layers[0].final_norm.weight.double()
+    layer = model.mtp.layer(1)
+    norm_weight = layer.final_norm.weight
+    assert isinstance(norm_weight, Tensor)
+    scale = norm_weight.double()
     size = layer.proj.in_features
     xx = torch.zeros(size, size, dtype=torch.float64)
     xy = torch.zeros(size, layer.proj.out_features, dtype=torch.float64)
@@ -71,5 +73,5 @@ def fit_projection(
     fitted = float((weight @ xx * weight).sum())
     residual = yy - 2 * float((weight * xy.T).sum()) + fitted
     layer.proj.weight.copy_(weight)
-    layer.final_norm.weight.mul_((fitted / count / layer.proj.out_features) ** 0.5)
+    norm_weight.mul_((fitted / count / layer.proj.out_features) ** 0.5)
     return 1.0 - residual / yy

@@ -84,6 +84,12 @@ class MTPBlock(nn.Module):
     def repeat_layer(self) -> bool:
         return len(self.layers) == 1 and self.num_depths > 1
 
+    def layer(self, depth: int) -> MTPLayer:
+        """The layer that runs at a depth (from 1)."""
+        found = self.layers[min(depth, len(self.layers)) - 1]
+        assert isinstance(found, MTPLayer)
+        return found
+
     def step(
         self, depth: int, hidden_states: Tensor, inputs_embeds: Tensor, **decoder_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -91,7 +97,7 @@ class MTPBlock(nn.Module):
 
         A depth past the last layer runs the last layer again: so a drafter chains further than it was trained.
         """
-        layer = self.layers[min(depth, len(self.layers)) - 1]
+        layer = self.layer(depth)
         post_norm, pre_norm = layer(hidden_states, inputs_embeds, **decoder_kwargs)
         return post_norm, post_norm if self.recurrence == "post_norm" else pre_norm
 

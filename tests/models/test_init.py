@@ -20,10 +20,11 @@ def rows(model: MTPCarrier, count: int = 6) -> tuple[list, list]:
     return list(zip(ids, documents, strict=True)), hiddens
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("order", ["hidden_embed", "embed_hidden"])
 def test_the_fit_is_the_least_squares_solution(order: str) -> None:
     model = attach(tiny_model(), MTPConfig(enable=True), init="identity").double()
-    layer = model.mtp.layers[0]
+    layer = model.mtp.layer(1)
     layer.concat_order = order
     data, hiddens = rows(model, 12)
     g = layer.final_norm.weight.clone()
@@ -52,7 +53,7 @@ def test_it_helps_from_the_first_step() -> None:
     def error() -> float:
         total = 0.0
         for (ids, _), hidden in zip(data, hiddens, strict=True):
-            out = model.mtp.layers[0].final_norm(model.mtp.layers[0].combine(hidden, embed(model, ids.roll(-1, 1))))
+            out = model.mtp.layer(1).final_norm(model.mtp.layer(1).combine(hidden, embed(model, ids.roll(-1, 1))))
             total += float((out[:, :-1] - hidden[:, 1:]).pow(2).mean())
         return total
 
