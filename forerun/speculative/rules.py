@@ -93,7 +93,9 @@ def rejection(
     if draft_probs is None:
         q_draft = torch.ones_like(p_draft)
     else:
-        column = draft_tokens if draft_vocabulary is None else torch.searchsorted(draft_vocabulary, draft_tokens.contiguous())
+        column = draft_tokens
+        if draft_vocabulary is not None:
+            column = torch.searchsorted(draft_vocabulary, draft_tokens.contiguous())
         column = column.clamp(max=draft_probs.shape[2] - 1)  # only what stands behind a row's count can be out of range
         q_draft = draft_probs.gather(2, column[..., None]).squeeze(2)
     # u < p/q without a division; with p = 0 the draft is never kept, not even at u = 0.

@@ -30,10 +30,7 @@ def target_distribution(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
     if not warm:
         return _one_hot_argmax(logits)
     scale = torch.where(greedy, 1.0, temperature).to(logits.dtype)
-    if bool((scale != 1).any()):
-        scaled = logits / scale[:, None, None]
-    else:
-        scaled = logits
+    scaled = logits / scale[:, None, None] if bool((scale != 1).any()) else logits
     scaled = _filter_top_k(scaled, top_k)
     scaled = _filter_top_p(scaled, top_p)
     probs = scaled.softmax(-1)

@@ -58,7 +58,9 @@ def joint_of_target(contexts: Contexts) -> Tensor:
     return joint
 
 
-def add_outcome(joint: Tensor, contexts: Contexts, drafts: tuple[int, int], verdict: rules.Verdict, weight: Tensor) -> None:
+def add_outcome(
+    joint: Tensor, contexts: Contexts, drafts: tuple[int, int], verdict: rules.Verdict, weight: Tensor
+) -> None:
     """Complete each outcome to three tokens with plain sampling from the target, exactly."""
     for accepted, token, w in zip(verdict.num_accepted.tolist(), verdict.next_token.tolist(), weight, strict=True):
         emitted = (*drafts[:accepted], token)

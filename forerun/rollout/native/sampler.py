@@ -1,0 +1,130 @@
+"""From the logits of a step to tokens: the sampling settings of the running rows, the rule, log-probabilities.
+
+Each request owns three uniform numbers per new token, drawn once from its seed: one for the target's choice, one for
+the acceptance test, one for the draft. A number is thus bound to a position of the text and not to a step, so neither
+the batch nor the number of drafts changes what a request draws (with `match`, not even its text).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forerun.errors import ForerunError
+from forerun.mtp.config import AcceptanceRule
+from forerun.rollout.native.scheduler import Running
+from forerun.rollout.protocol import SamplingParams
+from forerun.speculative import rules
+from forerun.speculative.drafter import Drafts
+from forerun.speculative.sampling import sample, target_distribution
+
+TARGET, ACCEPT, DRAFT = range(3)
+
+
+def draw_uniforms(sampling: SamplingParams, seed: int, count: int) -> Tensor | None:
+    """float64 [count, 3] for a request's positions; None for a greedy request, which needs none."""
+    if sampling.temperature == 0:
+        return None
+    return torch.rand(count, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Judged(NamedTuple):
+    """Per row, on the host: drafts accepted; the tokens to emit (accepted drafts, then one of the target's), padded;
+    their log-probabilities under the sampled and the raw distribution. `tokens` [R, K + 1] stays on the device."""
+
+    accepted: list[int]
+    token_lists: list[list[int]]
+    log_probs: list[list[float]]
+    raw_log_probs: list[list[float]]
+    tokens: Tensor
+
+
+class Sampler:
+    """The sampling side of the rows that are running now; made anew when they change.
+
+    Args:
+        rows: the running requests.
+        rule: acceptance rule for rows with a temperature; rows without are greedy under any.
+        draft_vocabulary: long [Vd] ascending, or None.
+    """
+
+    def __init__(
+        self, rows: Sequence[Running], rule: AcceptanceRule, draft_vocabulary: Tensor | None, device: torch.device
+    ) -> None:
+        settings = [row.request.sampling for row in rows]
+        self.rows = list(rows)
+        self.rule = rule
+        self.draft_vocabulary = draft_vocabulary
+        self.device = device
+        self.greedy = all(s.temperature == 0 for s in settings)
+        self.temperature = torch.tensor([s.temperature for s in settings], dtype=torch.float32, device=device)
+        self.top_k = torch.tensor([s.top_k for s in settings], dtype=torch.long, device=device)
+        self.top_p = torch.tensor([s.top_p for s in settings], dtype=torch.float32, device=device)
+        # Logits are the log of the sampled distribution up to a constant: no filter, temperature 1.
+        self.plain = all(s.temperature == 1 and s.top_k == 0 and s.top_p == 1 for s in settings)
+
+    def uniforms(self, depth: int) -> Tensor:
+        """float64 [R, depth + 1, 3]: the numbers of the next depth + 1 positions of each row."""
+        none = torch.zeros(depth + 1, 3, dtype=torch.float64)
+        picked = [none if r.uniforms is None else r.uniforms[len(r.token_ids) :][: depth + 1] for r in self.rows]
+        return torch.stack(picked).to(self.device)
+
+    def choose_draft(self, uniforms: Tensor | None, logits: Tensor, index: int) -> tuple[Tensor, Tensor | None]:
+        """The draft's word at depth index + 1 from logits [R, Vd]: sampled where the rule asks for it, else argmax."""
+        if uniforms is None or self.greedy or self.rule != "rejection":
+            return logits.argmax(-1), None
+        probs = target_distribution(logits[:, None], self.temperature, self.top_k, self.top_p)[:, 0]
+        return sample(probs, uniforms[:, index, DRAFT]), probs
+
+    def judge(self, logits: Tensor, drafts: Drafts, counts: Sequence[int], uniforms: Tensor | None) -> Judged:
+        """Apply the rule.
+
+        Args:
+            logits: [R, K + 1, V], float32 or float64.
+            drafts: K tokens per row.
+            counts: how many of them are a row's own.
+            uniforms: as from `uniforms(K)`; None if all rows are greedy.
+
+        Raises:
+            ForerunError: the logits are not finite.
+        """
+        on_device = torch.tensor(counts, dtype=torch.long, device=self.device)
+        probs = None
+        if uniforms is None:
+            verdict = rules.greedy(logits, drafts.tokens, on_device)
+        else:
+            probs = target_distribution(logits, self.temperature, self.top_k, self.top_p)
+            if self.rule == "match":
+                verdict = rules.match(probs, drafts.tokens, on_device, uniforms[..., TARGET])
+            else:
+                verdict = rules.rejection(
+                    probs,
+                    drafts.tokens,
+                    on_device,
+                    drafts.probs,
+                    uniforms[:, :-1, ACCEPT],
+                    uniforms[..., TARGET],
+                    self.draft_vocabulary,
+                )
+        accepted, following = verdict
+        tokens = torch.cat([drafts.tokens, following[:, None]], dim=1).scatter(1, accepted[:, None], following[:, None])
+        raw = logits.gather(-1, tokens[..., None]).squeeze(-1) - logits.logsumexp(-1)
+        if uniforms is None:
+            log_probs = torch.zeros_like(raw)
+        elif self.plain:
+            log_probs = raw
+        else:
+            assert probs is not None
+            log_probs = probs.gather(-1, tokens[..., None]).squeeze(-1).log()
+        judged = Judged(accepted.tolist(), tokens.tolist(), log_probs.tolist(), raw.tolist(), tokens)
+        for row, count, values in zip(self.rows, judged.accepted, judged.raw_log_probs, strict=True):
+            if not all(map(math.isfinite, values[: count + 1])):
+                raise ForerunError(
+                    f"request {row.request.request_id!r}: the model's logits are not finite after {row.length} tokens; "
+                    "check the weights (NaN or overflow)"
+                )
+        return judged
