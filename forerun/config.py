@@ -148,6 +148,9 @@ class RolloutConfig:
     max_response_length: int = _number(256, ge=1)
     # Requests that are decoded together.
     max_num_seqs: int = _number(16, ge=1)
+    # Round alike in every run, so that a resumed one repeats an uninterrupted one to the bit. Otherwise the engine
+    # times the spellings of small matrix products on this machine and takes the fastest.
+    deterministic: bool = False
 
 
 @dataclass

@@ -90,6 +90,10 @@ class TrainingEngine(Protocol):
         """The MTP part of `named_weights` alone; empty without an MTP block."""
         ...
 
+    def export(self, directory: Path) -> None:
+        """Write the model as a Hugging Face directory, MTP tensors included."""
+        ...
+
     def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write everything a resume needs, whole or not at all; `extra` is JSON the trainer wants back."""
         ...

@@ -309,6 +309,9 @@ class TorchEngine:
         wanted = set(mtp_weight_names(self.model).values()) if isinstance(self.model, MTPCarrier) else set()
         return ((name, tensor) for name, tensor in self.named_weights() if name in wanted)
 
+    def export(self, directory: Path) -> None:
+        self.model.save_pretrained(directory)
+
     def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
         with whole_directory(directory) as unfinished:
             self.model.save_pretrained(unfinished)

@@ -53,7 +53,7 @@ class Alarms:
         self.loss = loss
         self.warmup_steps = warmup_steps
         self.raised: list[Alarm] = []
-        self._drafted_in_vain = 0
+        self._drafted_in_vain = 0.0
 
     def mtp_loss(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """`mtp/depth_{k}/loss` above ln V after warm-up: worse than knowing nothing."""
@@ -71,17 +71,17 @@ class Alarms:
                 )
                 return
 
-    def acceptance(self, step: int, drafted: int | None, accepted: int | None) -> None:
+    def acceptance(self, step: int, drafted: float | None, accepted: float | None) -> None:
         """Not one drafted token accepted over many. Counts of one step; None where the engine cannot say."""
         if not drafted or accepted is None:
             return
-        self._drafted_in_vain = 0 if accepted else self._drafted_in_vain + drafted
+        self._drafted_in_vain = 0.0 if accepted else self._drafted_in_vain + drafted
         if self._drafted_in_vain >= MIN_DRAFTED_TOKENS:
             self._raise(
                 "acceptance_never",
                 step,
-                f"acceptance length is exactly 1.00 over {self._drafted_in_vain} drafted tokens: the rollout engine "
-                "drafts with other weights than the trained ones, or the head is untrained; compare drafter digests, "
+                f"acceptance length is exactly 1.00 over {self._drafted_in_vain:.0f} drafted tokens: the rollout "
+                "engine drafts with other weights than the trained ones, or the head is untrained; compare drafter digests, "
                 "train the head first (forerun sft), or set mtp.enable_rollout=false",
             )
 

@@ -174,7 +174,7 @@ class SFTTrainer:
 
     def export(self, run: RunDirectory) -> None:
         """The trained model as a Hugging Face directory, tokenizer included."""
-        self.engine.model.save_pretrained(run.model_path)
+        self.engine.export(run.model_path)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(run.model_path)
 

@@ -99,7 +99,8 @@ def test_isolated_head_leaves_the_trunk_of_training_without_mtp(settings: list[s
 
 
 def test_an_interrupted_run_resumes_bit_identically(settings: list[str], tmp_path: Path) -> None:
-    schedule = ["trainer.total_steps=9", "trainer.save_freq=4", "optim.lr_scheduler_type=cosine", "optim.warmup_steps=2"]
+    schedule = ["trainer.total_steps=9", "trainer.save_freq=4"]
+    schedule += ["optim.lr_scheduler_type=cosine", "optim.warmup_steps=2"]
     straight = trainer(settings, *schedule, f"trainer.output_dir={tmp_path / 'straight'}")
     straight.train()
 

@@ -1,10 +1,7 @@
-"""A tiny checkpoint with a word tokenizer, on disk."""
+"""A tiny random Llama and a word tokenizer to go with it."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -18,27 +15,19 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>")
 
 
-def make_model(seed: int = 0, layers: int = 2, hidden: int = 16, tied: bool = True) -> LlamaForCausalLM:
+def make_model(seed: int = 0) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(WORDS),
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=64,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=0,
         pad_token_id=1,
     )
     return LlamaForCausalLM(config)
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    path = tmp_path / "checkpoint"
-    make_model().save_pretrained(path)
-    make_tokenizer().save_pretrained(path)
-    return path

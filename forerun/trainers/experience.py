@@ -1,0 +1,131 @@
+"""What a rollout brought: scored responses, their figures, and the micro-batches they become."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from forerun.algorithms.advantages import grpo_advantages
+from forerun.data.batch import Batch
+from forerun.data.chat import response_document
+from forerun.data.packing import pack
+from forerun.data.prompts import Prompt
+from forerun.rewards.protocol import RewardResult
+from forerun.rollout.protocol import Completion
+
+Figures = dict[str, float | None]
+
+
+@dataclass
+class Sample:
+    """One response. `group` is the index of its prompt within the step; `text` is what the reward saw."""
+
+    prompt: Prompt
+    group: int
+    completion: Completion
+    text: str
+    reward: RewardResult
+    advantage: float = 0.0
+
+
+def set_advantages(samples: Sequence[Sample], normalize_by_std: bool) -> None:
+    """Group-relative advantages from the rewards, in place (see `grpo_advantages`)."""
+    rewards = torch.tensor([sample.reward.score for sample in samples], dtype=torch.float64)
+    groups = torch.tensor([sample.group for sample in samples])
+    for sample, advantage in zip(samples, grpo_advantages(rewards, groups, normalize_by_std).tolist(), strict=True):
+        sample.advantage = advantage
+
+
+def sample_batches(
+    samples: Sequence[Sample], micro_batch_size: int, temperature: float, pad_token_id: int = 0
+) -> list[Batch]:
+    """Micro-batches of at most `micro_batch_size` responses each, packed; longest responses first.
+
+    The extras are advantages and rollout_log_probs (at the sampling temperature), on the response's tokens.
+    """
+    # The engine reports both; without a temperature the unfiltered one is what a trainer computes too.
+    raw = temperature == 1.0
+    ordered = sorted(samples, key=lambda s: -len(s.completion.prompt_token_ids) - len(s.completion.token_ids))
+    batches = []
+    for start in range(0, len(ordered), micro_batch_size):
+        documents = [
+            response_document(
+                sample.completion.prompt_token_ids,
+                sample.completion.token_ids,
+                {
+                    "advantages": sample.advantage,
+                    "rollout_log_probs": sample.completion.raw_log_probs if raw else sample.completion.log_probs,
+                },
+            )
+            for sample in ordered[start : start + micro_batch_size]
+        ]
+        longest = max(len(document) for document in documents)
+        batches += pack(documents, longest, len(documents), pad_token_id=pad_token_id)
+    return batches
+
+
+def rollout_figures(samples: Sequence[Sample]) -> Figures:
+    """Rewards, response lengths and speculation of one rollout; None where the engine cannot say."""
+    rewards = [sample.reward.score for sample in samples]
+    lengths = [len(sample.completion.token_ids) for sample in samples]
+    solved = {sample.group: {s.reward.score for s in samples if s.group == sample.group} for sample in samples}
+    figures: Figures = {
+        "reward_mean": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "reward_max": max(rewards),
+        "reward_min": min(rewards),
+        "reward_events": float(sum(sample.reward.event is not None for sample in samples)),
+        # Groups with equal rewards teach nothing.
+        "informative_groups": sum(len(scores) > 1 for scores in solved.values()) / len(solved),
+        "response_length_mean": statistics.fmean(lengths),
+        "response_length_max": float(max(lengths)),
+        "response_clip_ratio": statistics.fmean(s.completion.finish_reason == "length" for s in samples),
+    }
+    return figures | speculation_figures([sample.completion for sample in samples])
+
+
+def speculation_figures(completions: Sequence[Completion]) -> Figures:
+    """spec_num_* summed, acceptance_length, acceptance_rate, acceptance/depth_{k} (accepted / drafted at depth k)."""
+    drafted, accepted, steps = (
+        _sum_or_none([getattr(completion, name) for completion in completions])
+        for name in ("spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_verify_steps")
+    )
+    figures: Figures = {
+        "spec_num_draft_tokens": drafted,
+        "spec_num_accepted_tokens": accepted,
+        "spec_num_verify_steps": steps,
+        "acceptance_length": 1 + accepted / steps if steps and accepted is not None else None,
+        "acceptance_rate": accepted / drafted if drafted and accepted is not None else None,
+    }
+    per_depth: dict[int, list[int]] = {}
+    for completion in completions:
+        pairs = zip(completion.drafted_per_depth or [], completion.accepted_per_depth or [], strict=True)
+        for depth, (tried, kept) in enumerate(pairs, start=1):
+            sums = per_depth.setdefault(depth, [0, 0])
+            sums[0] += tried
+            sums[1] += kept
+    for depth, (tried, kept) in per_depth.items():
+        figures[f"acceptance/depth_{depth}"] = kept / tried if tried else None
+    return figures
+
+
+def _sum_or_none(values: Sequence[int | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(sum(known)) if len(known) == len(values) else None
+
+
+def text_table(samples: Sequence[Sample], limit: int) -> list[Mapping[str, object]]:
+    """The first responses as rows for people: prompt, response, reward, acceptance length."""
+    return [
+        {
+            "prompt": sample.prompt.messages[-1]["content"],
+            "response": sample.text,
+            "reward": sample.reward.score,
+            "event": sample.reward.event,
+            "acceptance_length": sample.completion.acceptance_length,
+        }
+        for sample in samples[:limit]
+    ]

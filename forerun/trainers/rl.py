@@ -1,0 +1,357 @@
+"""Reinforcement learning on verifiable rewards, synchronous, in one process.
+
+`RLTrainer(config).train()` is the whole run of `forerun rl`; `step(prompts)` is one turn of the loop, with whatever
+engines and reward the caller brings. The trainer knows neither engine beyond its protocol.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase, set_seed
+
+from forerun.config import RLConfig
+from forerun.data.batch import Batch
+from forerun.data.chat import encode_prompt, stop_token_ids
+from forerun.data.order import DataOrder
+from forerun.data.prompts import Prompt, read_prompts
+from forerun.engines.protocol import TrainingEngine
+from forerun.engines.torch_engine import TorchEngine
+from forerun.errors import UsageError
+from forerun.report.atomic import failures
+from forerun.report.progress import ProgressBar
+from forerun.rewards.protocol import RewardRequest, RewardResult
+from forerun.rewards.runner import RewardRunner
+from forerun.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
+from forerun.rollout.sync import digest
+from forerun.trainers.alarms import Alarms
+from forerun.trainers.experience import Sample, rollout_figures, sample_batches, set_advantages, text_table
+from forerun.trainers.policy_objective import PolicyObjective
+from forerun.trainers.setup import (
+    RunDirectory,
+    check_config,
+    engine_config,
+    load_model,
+    load_tokenizer,
+    make_rollout_engine,
+    resolve_device,
+)
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, float | None]
+
+
+class Scorer(Protocol):
+    """What judges responses: `rewards.runner.RewardRunner`, or anything alike."""
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]: ...
+
+
+class RLTrainer:
+    """One RL run.
+
+    Args:
+        config: checked before anything is loaded.
+        prompts: training prompts in place of `data.train_files`.
+        eval_prompts: held-out prompts in place of `data.val_files`; answered greedily, one response each.
+        engine: training engine in place of one for the model at `model.path`.
+        rollout: rollout engine in place of the one that `rollout.engine` names. Its weights are replaced by the
+            training engine's before the first rollout and after every update.
+        reward: in place of the function that `reward.function` names.
+        tokenizer: in place of the one at `model.path`.
+
+    Attributes:
+        rl_step: rollouts that were trained on.
+        samples: the last step's responses with rewards and advantages.
+        alarms: what was raised so far.
+
+    Raises:
+        UsageError: a configuration, data or reward that cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: RLConfig,
+        *,
+        prompts: Sequence[Prompt] | None = None,
+        eval_prompts: Sequence[Prompt] | None = None,
+        engine: TrainingEngine | None = None,
+        rollout: RolloutEngine | None = None,
+        reward: Scorer | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        check_config(config, has_data=prompts is not None, has_model=engine is not None)
+        if config.mtp.enable_rollout and config.mtp.acceptance == "greedy":
+            raise UsageError("mtp.acceptance=greedy is lossless without a temperature only: use rejection or match")
+        self.config = config
+        set_seed(config.trainer.seed)
+        device = resolve_device(config.engine)
+        self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
+        # Data and reward before the model: what is wrong with them is found in a second.
+        self.prompts = self._usable(self._read(config.data.train_files, config.data.train_max_samples, prompts))
+        held_out = self._read(config.data.val_files, config.data.val_max_samples, eval_prompts)
+        self.eval_prompts = self._usable(held_out) if held_out else []
+        self.order = DataOrder(len(self.prompts), config.trainer.seed, config.data.shuffle)
+        self._close_reward: AbstractContextManager[Any] = nullcontext()
+        if reward is None:
+            reward = self._close_reward = RewardRunner(config.reward.function)
+        self.reward: Scorer = reward
+
+        updates = config.ppo_epochs * config.train_batch_size // config.ppo_mini_batch_size
+        if engine is None:
+            engine = TorchEngine(
+                load_model(config.model, config.mtp, device, config.trainer.seed),
+                engine_config(config.engine, config.optim, config.mtp, config.trainer.total_steps * updates),
+            )
+        self.engine = engine
+        self.rollout = make_rollout_engine(config, engine) if rollout is None else rollout
+        self.drafts = config.mtp.enable_rollout
+        self.alarms = Alarms(
+            config.trainer.on_alarm,
+            len(self.tokenizer),
+            config.mtp.loss,
+            warmup_steps=max(20, config.optim.num_warmup_steps(config.trainer.total_steps * updates)),
+        )
+        generation_config = engine.model.generation_config if isinstance(engine, TorchEngine) else None
+        self.stop_token_ids = stop_token_ids(self.tokenizer, generation_config)
+        self.rl_step = 0
+        self.samples: list[Sample] = []
+        self._in_sync = False
+
+    # ---- the run
+
+    def train(self) -> Metrics:
+        """Train to the end, with checkpoints on the way, and export the model. Returns the last step's metrics.
+
+        Raises:
+            ForerunError: see the engines, the alarms and the writers; checkpoints written before stay.
+        """
+        config = self.config.trainer
+        run = RunDirectory(self.config, config)
+        metrics: Metrics = {}
+        with run.writers, self._close_reward:
+            resumed = run.resume(self.engine)
+            if resumed is not None:
+                self.order.load_state_dict(resumed["order"])
+                self.rl_step = int(resumed["rl_step"])
+            else:
+                metrics.update(self.evaluate())
+                run.writers.log(0, metrics)
+            with ProgressBar("rl", config.total_steps, "steps") as progress:
+                progress.advance(min(self.rl_step, config.total_steps))
+                while self.rl_step < config.total_steps:
+                    prompts = [self.prompts[index] for index in self.order.take(self.config.train_batch_size)]
+                    metrics = self.step(prompts)
+                    last = self.rl_step == config.total_steps
+                    if last or run.is_due(config.test_freq, self.rl_step):
+                        metrics.update(self.evaluate())
+                    run.writers.log(self.rl_step, metrics)
+                    self._write_samples(run.path)
+                    if last or run.is_due(config.save_freq, self.rl_step):
+                        run.save(self.engine, {"order": self.order.state_dict(), "rl_step": self.rl_step})
+                    progress.advance(1, _note(metrics))
+            self.engine.export(run.model_path)
+            self.tokenizer.save_pretrained(run.model_path)
+        return metrics
+
+    def step(self, prompts: Sequence[Prompt]) -> Metrics:
+        """One turn: roll out, judge, train, sync. Returns the step's metrics (docs: None = cannot be known here)."""
+        if not self._in_sync:
+            self.sync()
+        times: dict[str, float] = {}
+        with _timed(times, "time/step"):
+            with _timed(times, "time/rollout"):
+                completions = self.generate(prompts)
+            with _timed(times, "time/reward"):
+                self.samples = self.judge(prompts, completions)
+                set_advantages(self.samples, self.config.algorithm.norm_adv_by_std_in_grpo)
+            with _timed(times, "time/train"):
+                trained = self.update(self.samples)
+            with _timed(times, "time/sync"):
+                in_sync = self.sync()
+        self.rl_step += 1
+        metrics: Metrics = {**rollout_figures(self.samples), **trained, **times}
+        metrics["drafter_in_sync"] = float(in_sync)
+        new_tokens = sum(len(completion.token_ids) for completion in completions)
+        all_tokens = new_tokens + sum(len(completion.prompt_token_ids) for completion in completions)
+        metrics["rollout_tokens_per_second"] = new_tokens / times["time/rollout"]
+        metrics["tokens_per_second"] = all_tokens / times["time/step"]
+        self.alarms.mtp_loss(self.rl_step, metrics)
+        if self.drafts:
+            self.alarms.acceptance(
+                self.rl_step, metrics["spec_num_draft_tokens"], metrics["spec_num_accepted_tokens"]
+            )
+        return metrics
+
+    # ---- its parts
+
+    def generate(self, prompts: Sequence[Prompt], n: int | None = None, greedy: bool = False) -> list[Completion]:
+        """n responses per prompt (default `rollout.n`), those of one prompt next to each other.
+
+        Each request has a seed of its own, from the run's seed, the step and its place: a resumed run samples the same.
+        """
+        rollout, trainer = self.config.rollout, self.config.trainer
+        n = rollout.n if n is None else n
+        requests = []
+        for i, prompt in enumerate(prompts):
+            token_ids = encode_prompt(self.tokenizer, prompt.messages)
+            for j in range(n):
+                sampling = SamplingParams(
+                    max_tokens=rollout.max_response_length,
+                    temperature=0.0 if greedy else rollout.temperature,
+                    top_p=1.0 if greedy else rollout.top_p,
+                    top_k=0 if greedy else rollout.top_k,
+                    seed=random.Random(f"{trainer.seed}/{self.rl_step}/{i}/{j}").getrandbits(31),
+                    stop_token_ids=self.stop_token_ids,
+                )
+                requests.append(Request(f"{self.rl_step}-{i}-{j}", token_ids, sampling))
+        self.rollout.wake()
+        try:
+            return self.rollout.generate(requests)
+        finally:
+            self.rollout.sleep()
+
+    def judge(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Sample]:
+        """Decode and score; completions are in `generate`'s order."""
+        n = len(completions) // len(prompts)
+        texts = [
+            str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)) for completion in completions
+        ]
+        requests = [
+            RewardRequest(
+                prompt=prompts[i // n].messages,
+                response=text,
+                ground_truth=prompts[i // n].ground_truth,
+                data_source=prompts[i // n].data_source,
+                extra={**prompts[i // n].extra_info, **self.config.reward.kwargs},
+            )
+            for i, text in enumerate(texts)
+        ]
+        rewards = self.reward.score(requests)
+        samples = [
+            Sample(prompts[i // n], i // n, completion, text, reward)
+            for i, (completion, text, reward) in enumerate(zip(completions, texts, rewards, strict=True))
+        ]
+        for event in {reward.event: reward for reward in rewards if reward.event is not None}.values():
+            logger.warning("step %d: reward %s, counted as 0: %s", self.rl_step + 1, event.event, event.detail)
+        return samples
+
+    def update(self, samples: Sequence[Sample]) -> Metrics:
+        """`ppo_epochs` passes over the samples, `ppo_mini_batch_size` prompts for each optimizer step."""
+        config = self.config
+        groups = sorted({sample.group for sample in samples})
+        size = config.ppo_mini_batch_size
+        mini_batches = [set(groups[start : start + size]) for start in range(0, len(groups), size)]
+        steps = [self._batches([s for s in samples if s.group in wanted]) for wanted in mini_batches]
+        if len(steps) * config.ppo_epochs > 1:
+            # From the second update on the policy is no longer the one that sampled.
+            steps = [self._with_old_log_probs(batches) for batches in steps]
+        reports: list[Metrics] = []
+        for _ in range(config.ppo_epochs):
+            for batches in steps:
+                objective = PolicyObjective(batches, config.algorithm, config.rollout.max_response_length)
+                report: Metrics = dict(
+                    self.engine.forward_backward(batches, objective, temperature=config.rollout.temperature)
+                )
+                report |= self.engine.step()
+                report |= objective.figures()
+                reports.append(report)
+        return _merged(reports)
+
+    def sync(self) -> bool:
+        """Hand the trained weights, drafter included, to the rollout engine. True if its drafter is the trainer's."""
+        self.rollout.update_weights(self.engine.named_weights(), self.rl_step)
+        self._in_sync = True
+        if not self.drafts:
+            return True
+        trained = digest(self.engine.drafter_weights())
+        return self.alarms.drafter_digest(self.rl_step, trained, self.rollout.drafter_digest())
+
+    def evaluate(self) -> Metrics:
+        """Greedy answers to the held-out prompts: `val/reward_mean`, `val/acceptance_length`, ..."""
+        if not self.eval_prompts:
+            return {}
+        if not self._in_sync:
+            self.sync()
+        samples = self.judge(self.eval_prompts, self.generate(self.eval_prompts, n=1, greedy=True))
+        return {f"val/{name}": value for name, value in rollout_figures(samples).items()}
+
+    def _batches(self, samples: Sequence[Sample]) -> list[Batch]:
+        return sample_batches(samples, self.config.micro_batch_size, self.config.rollout.temperature)
+
+    def _with_old_log_probs(self, batches: Sequence[Batch]) -> list[Batch]:
+        old = self.engine.log_probs(batches, self.config.rollout.temperature)
+        return [
+            replace(batch, extras={**batch.extras, "old_log_probs": log_probs.to(batch.input_ids.device)})
+            for batch, (log_probs, _) in zip(batches, old, strict=True)
+        ]
+
+    # ---- data
+
+    def _read(self, files: Sequence[str], limit: int | None, given: Sequence[Prompt] | None) -> list[Prompt]:
+        if given is not None:
+            return list(given)
+        bad = self.config.data.on_bad_row
+        return [prompt for file in files for prompt in read_prompts(file, bad, logger.warning)][:limit]
+
+    def _usable(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts that fit `rollout.max_prompt_length`; a longer one stops the run or is left out."""
+        limit = self.config.rollout.max_prompt_length
+        usable = []
+        for index, prompt in enumerate(prompts):
+            length = len(encode_prompt(self.tokenizer, prompt.messages, name=f"prompt {index}"))
+            if length <= limit:
+                usable.append(prompt)
+                continue
+            message = f"prompt {index} has {length} tokens, more than rollout.max_prompt_length={limit}"
+            if self.config.data.on_too_long == "error":
+                raise UsageError(f"{message}: raise it, or set data.on_too_long=skip")
+            logger.warning("left out: %s", message)
+        if not usable:
+            raise UsageError(f"no prompt fits rollout.max_prompt_length={limit}: raise it, or give other prompts")
+        return usable
+
+    def _write_samples(self, run_dir: Path, limit: int = 8) -> None:
+        path = run_dir / "samples.jsonl"
+        with failures(path), path.open("a", encoding="utf-8") as file:
+            for row in text_table(self.samples, limit):
+                file.write(json.dumps({"step": self.rl_step, **row}) + "\n")
+
+
+def _merged(reports: Sequence[Metrics]) -> Metrics:
+    """Metrics of several optimizer steps as one: means, except what is a count or a maximum."""
+    merged: Metrics = {}
+    for name in dict.fromkeys(key for report in reports for key in report):
+        values = [value for report in reports if (value := report.get(name)) is not None]
+        if not values:
+            merged[name] = None
+        elif name.endswith("_max"):
+            merged[name] = max(values)
+        elif name in ("entropy_sum", "target_count", "skipped"):
+            merged[name] = sum(values)
+        else:
+            merged[name] = sum(values) / len(values)
+    entropy, targets = merged.pop("entropy_sum", None), merged.get("target_count")
+    merged["entropy"] = entropy / targets if entropy is not None and targets else None
+    return merged
+
+
+@contextmanager
+def _timed(times: dict[str, float], name: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    times[name] = time.perf_counter() - started
+
+
+def _note(metrics: Metrics) -> str:
+    shown = [("reward_mean", "reward"), ("acceptance_length", "acceptance"), ("mtp/depth_1/loss", "mtp")]
+    return "  ".join(f"{label} {metrics[name]:.3f}" for name, label in shown if metrics.get(name) is not None)

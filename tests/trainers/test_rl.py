@@ -1,0 +1,134 @@
+"""The RL loop: it improves a policy, isolation keeps the trunk, splits change nothing, runs resume."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import forerun
+from forerun.data.prompts import Prompt
+from forerun.errors import UsageError
+from forerun.models.carrier import named_weights
+from forerun.rewards.protocol import RewardRequest, RewardResult
+from forerun.trainers.rl import RLTrainer
+from tests.trainers.tiny import make_tokenizer
+from tests.trainers.tiny_rl import MTP, PROMPTS, assert_same, settings, trainer, trunk, weights
+
+
+def test_the_policy_improves(tmp_path: Path) -> None:
+    made = trainer(settings(tmp_path, "optim.lr=3e-2"))
+    rewards = [float(made.step(PROMPTS)["reward_mean"] or 0.0) for _ in range(30)]
+    first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+    # Chance is one word in twelve; a policy that ignored the prompt would reach a quarter.
+    assert first < 0.15
+    assert last > 0.4, rewards
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ["algorithm.loss_agg_mode=seq-mean-token-mean", "ppo_mini_batch_size=2", "ppo_epochs=2"],
+        ["algorithm.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.norm_adv_by_std_in_grpo=false"],
+    ],
+)
+def test_the_policy_improves_in_other_set_ups(tmp_path: Path, change: list[str]) -> None:
+    made = trainer(settings(tmp_path, "optim.lr=3e-2", *change))
+    rewards = [float(made.step(PROMPTS)["reward_mean"] or 0.0) for _ in range(20)]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15, rewards
+
+
+def test_a_step_reports_what_happened(tmp_path: Path) -> None:
+    made = trainer(settings(tmp_path, *MTP, "mtp.num_layers=2"))
+    metrics = made.step(PROMPTS)
+    rewards = [sample.reward.score for sample in made.samples]
+    assert len(rewards) == 32 and metrics["reward_mean"] == pytest.approx(sum(rewards) / 32)
+    assert 0 < metrics["entropy"] <= math.log(len(make_tokenizer())) + 1e-6  # type: ignore[operator]
+    # The same weights sampled and were trained, so the two implementations must agree.
+    assert metrics["log_prob_gap_max"] < 1e-4  # type: ignore[operator]
+    assert metrics["pg_clipfrac"] == 0 and metrics["ratio_mean"] == pytest.approx(1)
+    assert metrics["spec_num_draft_tokens"] is None and metrics["acceptance_length"] is None
+    for name in ("grad_norm", "mtp_grad_norm", "mtp/depth_1/loss", "mtp/depth_2/loss", "mtp_loss"):
+        assert metrics[name] > 0, name  # type: ignore[operator]
+    parts = [metrics[f"time/{part}"] for part in ("rollout", "reward", "train", "sync")]
+    assert sum(parts) <= metrics["time/step"]  # type: ignore[arg-type, operator]
+    assert sum(sample.advantage for sample in made.samples) == pytest.approx(0, abs=1e-4)
+
+
+def test_temperature_reaches_the_trainers_log_probs(tmp_path: Path) -> None:
+    made = trainer(settings(tmp_path, "rollout.temperature=0.5"))
+    metrics = made.step(PROMPTS)
+    assert metrics["log_prob_gap_max"] < 1e-4  # type: ignore[operator]
+
+
+def test_isolated_head_leaves_the_policy_of_training_without_mtp(tmp_path: Path) -> None:
+    plain, isolated = trainer(settings(tmp_path)), trainer(settings(tmp_path, *MTP))
+    joint = trainer(settings(tmp_path, *MTP, "mtp.detach_encoder=false"))
+    before = dict(weights(isolated))
+    for made in (plain, isolated, joint):
+        made.alarms.on_alarm = "warn"
+        for _ in range(3):
+            made.step(PROMPTS)
+    assert_same(weights(plain), trunk(isolated))
+    moved = [name for name, _ in isolated.engine.drafter_weights()]
+    assert moved and all(not torch.equal(before[name], weights(isolated)[name]) for name in moved)
+    assert any(not torch.equal(tensor, trunk(joint)[name]) for name, tensor in weights(plain).items())
+
+
+def test_a_micro_batch_split_changes_no_update(tmp_path: Path) -> None:
+    whole = trainer(settings(tmp_path, *MTP, "micro_batch_size=32"))
+    split = trainer(settings(tmp_path, *MTP, "micro_batch_size=3"))
+    one, many = whole.step(PROMPTS), split.step(PROMPTS)
+    for name in ("loss", "mtp_loss", "grad_norm", "mtp_grad_norm", "entropy"):
+        assert one[name] == pytest.approx(many[name], rel=1e-3, abs=1e-6), name
+
+
+def test_a_run_resumes_bit_identically(tmp_path: Path) -> None:
+    def run(directory: str, steps: int) -> RLTrainer:
+        config = settings(tmp_path, *MTP, "trainer.save_freq=2", "train_batch_size=2", "ppo_mini_batch_size=2")
+        config.trainer.output_dir, config.trainer.total_steps = str(tmp_path / directory), steps
+        made = trainer(config)
+        made.train()
+        return made
+
+    straight = run("straight", 5)
+    run("stopped", 3)
+    torch.manual_seed(77)
+    resumed = run("stopped", 5)
+    assert_same(weights(straight), weights(resumed))
+    logged = [json.loads(line) for line in (tmp_path / "stopped" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in logged] == [0, 1, 2, 3, 4, 5]
+    exported = forerun.load(tmp_path / "stopped" / "model")
+    assert_same(dict(named_weights(exported)), weights(resumed))
+    samples = (tmp_path / "stopped" / "samples.jsonl").read_text().splitlines()
+    assert json.loads(samples[-1])["step"] == 5
+
+
+def test_held_out_prompts_are_answered_greedily(tmp_path: Path) -> None:
+    made = trainer(settings(tmp_path), eval_prompts=PROMPTS[:2])
+    assert made.evaluate() == made.evaluate()
+    assert made.evaluate().keys() >= {"val/reward_mean", "val/response_length_mean"}
+
+
+def test_long_prompts_stop_the_run_or_are_left_out(tmp_path: Path) -> None:
+    long = Prompt([{"role": "user", "content": "say " + "a " * 30}], "a", "tiny")
+    with pytest.raises(UsageError, match=r"prompt 4 has 31 tokens, more than rollout\.max_prompt_length=16"):
+        trainer(settings(tmp_path), prompts=[*PROMPTS, long])
+    kept = trainer(settings(tmp_path, "data.on_too_long=skip"), prompts=[*PROMPTS, long])
+    assert kept.prompts == PROMPTS
+    with pytest.raises(UsageError, match="no prompt fits"):
+        trainer(settings(tmp_path, "data.on_too_long=skip"), prompts=[long])
+
+
+def test_a_reward_that_fails_costs_its_samples_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Fails:
+        def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+            return [RewardResult(0.0, "exception", "ZeroDivisionError: division by zero") for _ in requests]
+
+    metrics = trainer(settings(tmp_path), reward=Fails()).step(PROMPTS)
+    assert metrics["reward_events"] == 32 and metrics["informative_groups"] == 0
+    assert "reward exception, counted as 0: ZeroDivisionError" in caplog.text
