@@ -81,8 +81,8 @@ class Alarms:
                 "acceptance_never",
                 step,
                 f"acceptance length is exactly 1.00 over {self._drafted_in_vain:.0f} drafted tokens: the rollout "
-                "engine drafts with other weights than the trained ones, or the head is untrained; compare drafter digests, "
-                "train the head first (forerun sft), or set mtp.enable_rollout=false",
+                "engine drafts with other weights than the trained ones, or the head is untrained; compare drafter "
+                "digests, train the head first (forerun sft), or set mtp.enable_rollout=false",
             )
 
     def drafter_digest(self, step: int, trainer: str, rollout: str) -> bool:

@@ -308,6 +308,7 @@ def test_non_finite_gradient_is_caught_before_the_update() -> None:
 
 RESUME = """
 import sys, torch
+torch.set_num_threads(1)  # sums over threads round otherwise
 sys.path.insert(0, {tests!r})
 from test_torch_engine import *
 engine = resumable({seed})
