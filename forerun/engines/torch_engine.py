@@ -151,6 +151,8 @@ class TorchEngine:
         if not batches or not any(batch.num_targets for batch in batches):
             raise UsageError("the batch has no supervised target token: check the prompt/response mask of the data")
         self.model.train()
+        if not self.config.train_trunk:
+            base_model(self.model).eval()  # no dropout in hiddens that only serve as data
         counts = self._depth_counts(batches)
         metrics: dict[str, float] = {}
         stats: MTPStats | None = None
@@ -158,7 +160,8 @@ class TorchEngine:
             batch = batch.to(self.device)
             losses: list[Tensor] = []
             with self._autocast():
-                hidden_states = self._trunk(batch)
+                frozen = not self.config.train_trunk
+                hidden_states = self.trunk_hidden_states(batch) if frozen else self._run_trunk(batch)
                 if self.train_mtp:
                     assert isinstance(self.model, MTPCarrier)
                     mtp = self.mtp_loss(
@@ -237,11 +240,11 @@ class TorchEngine:
 
     # ---- forward
 
-    def _trunk(self, batch: Batch) -> Tensor:
-        """The trunk's hiddens [B, S, d], as its LM head takes them."""
-        if self.config.train_trunk:
-            return self._run_trunk(batch)
-        with torch.no_grad():
+    @torch.no_grad()
+    def trunk_hidden_states(self, batch: Batch) -> Tensor:
+        """The trunk's hiddens [B, S, d] as its LM head takes them, without a graph; from the cache, if there is one."""
+        batch = batch.to(self.device)
+        with self._autocast():
             if self.hidden_cache is not None:
                 return self.hidden_cache.get(batch, self._run_trunk)
             return self._run_trunk(batch)
@@ -271,7 +274,7 @@ class TorchEngine:
         for batch in batches:
             batch = batch.to(self.device)
             with self._autocast():
-                results.append(self._log_probs(self._run_trunk(batch), batch, temperature))
+                results.append(self._log_probs(self.trunk_hidden_states(batch), batch, temperature))
         return results
 
     @torch.no_grad()
@@ -282,7 +285,7 @@ class TorchEngine:
         for batch in batches:
             batch = batch.to(self.device)
             with self._autocast():
-                hidden_states = self._run_trunk(batch)
+                hidden_states = self.trunk_hidden_states(batch)
                 log_probs, _ = self._log_probs(hidden_states, batch, 1.0)
                 if isinstance(self.model, MTPCarrier):
                     mtp = self.mtp_loss(self.model, hidden_states, batch, None, compare_with_trunk=True)

@@ -145,10 +145,14 @@ def test_log_probs_equal_the_models_own_logits() -> None:
     temperature = 0.7
     (log_probs, entropy), *_ = engine.log_probs(packed, temperature)
     by_document = {}
+    packed_hidden = engine.trunk_hidden_states(packed[0])
     for row in padded:
         ids = row.input_ids
         with torch.no_grad():
-            reference = (model(input_ids=ids).logits / temperature).log_softmax(-1)[0, :-1]
+            alone = model(input_ids=ids, output_hidden_states=True)
+        hidden = packed_hidden[packed[0].document_ids == row.document_ids[0, 0]]
+        torch.testing.assert_close(hidden, alone.hidden_states[-1][0])
+        reference = (alone.logits / temperature).log_softmax(-1)[0, :-1]
         chosen = reference.gather(-1, ids[0, 1:, None])[:, 0]
         spread = -(reference.exp() * reference).sum(-1)
         by_document[int(row.document_ids[0, 0])] = (chosen, spread, row.loss_mask[0, 1:])
