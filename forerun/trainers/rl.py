@@ -145,7 +145,8 @@ class RLTrainer:
                 self.rl_step = int(resumed["rl_step"])
             else:
                 metrics.update(self.evaluate())
-                run.writers.log(0, metrics)
+                if metrics:
+                    run.writers.log(0, metrics)
             with ProgressBar("rl", config.total_steps, "steps") as progress:
                 progress.advance(min(self.rl_step, config.total_steps))
                 while self.rl_step < config.total_steps:

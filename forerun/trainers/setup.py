@@ -28,7 +28,7 @@ from forerun.engines.state import latest_checkpoint, prune_checkpoints
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.errors import UsageError
 from forerun.families import declared_depth, family_of
-from forerun.models.attach import attach
+from forerun.models.attach import Init, attach
 from forerun.models.loading import load
 from forerun.mtp.config import MTPConfig
 from forerun.report.writers import Writers, make_writers
@@ -63,18 +63,29 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         raise UsageError(f"{config.path} has no usable tokenizer ({reason}): copy the tokenizer files there") from error
 
 
-def load_model(config: ModelConfig, mtp: MTPConfig, device: torch.device, seed: int = 0) -> PreTrainedModel:
+def carries_mtp(config: ModelConfig) -> bool:
+    """Whether the checkpoint declares an MTP block.
+
+    Raises:
+        UsageError: not a checkpoint.
+    """
+    stored = CheckpointReader(config.path).config
+    return declared_depth(family_of(stored), stored) > 0
+
+
+def load_model(
+    config: ModelConfig, mtp: MTPConfig, device: torch.device, seed: int = 0, init: Init = "copy_last"
+) -> PreTrainedModel:
     """The model of a run; one without an MTP block gets a new one of `mtp.num_layers` depths if `mtp.enable` asks.
 
     Raises:
         UsageError: not a checkpoint, or the trunk cannot take a block.
     """
-    reader = CheckpointReader(config.path)
     dtype = getattr(torch, config.dtype)
-    if mtp.enable and not declared_depth(family_of(reader.config), reader.config):
+    if mtp.enable and not carries_mtp(config):
         model = load(config.path, replace(mtp, enable=False, enable_train=False, enable_rollout=False), dtype=dtype)
         logger.warning("%s carries no MTP block: attaching a new one of depth %d", config.path, mtp.num_layers)
-        model = attach(model, mtp, seed=seed)
+        model = attach(model, mtp, init=init, seed=seed)
     else:
         model = load(config.path, mtp, dtype=dtype)
     return model.to(device)  # type: ignore[arg-type]

@@ -23,12 +23,15 @@ from forerun.engines.hidden_cache import HiddenCache
 from forerun.engines.protocol import merge_metrics
 from forerun.engines.torch_engine import MTPLossFn, TorchEngine, default_mtp_loss
 from forerun.errors import UsageError
+from forerun.models.attach import Init
 from forerun.models.carrier import MTPCarrier
 from forerun.report.progress import ProgressBar
 from forerun.trainers.alarms import Alarms
 from forerun.trainers.batching import make_rows, micro_batches
+from forerun.trainers.head_init import fit_new_head
 from forerun.trainers.setup import (
     RunDirectory,
+    carries_mtp,
     check_config,
     engine_config,
     load_model,
@@ -61,7 +64,8 @@ class SFTTrainer:
         engine: in place of the model that `model.path` names. Its optimizer, schedule and MTP objective stay its own.
         tokenizer: in place of the one at `model.path`; None with both documents and engine given needs none.
         mtp_loss: the MTP objective of the engine that is built; default as `config.mtp` says.
-        initialise: called once with (model, training rows) on a new run, before the first step: a closed-form fit, say.
+        initialise: called once with (model, training rows) on a new run, before the first step. Default: what
+            `mtp_init` says, for a block that this run attaches.
 
     Raises:
         UsageError: a configuration or data that cannot be used.
@@ -98,8 +102,12 @@ class SFTTrainer:
             self.total_steps = math.ceil(config.total_epochs * len(self.rows) / config.train_batch_size)
 
         if engine is None:
+            fit = config.mtp_init == "fit"
+            if initialise is None and fit and config.mtp.enable_train and not carries_mtp(config.model):
+                initialise = self._fit_head
+            init: Init = "identity" if config.mtp_init == "fit" else config.mtp_init
             engine = TorchEngine(
-                load_model(config.model, config.mtp, device, config.trainer.seed),
+                load_model(config.model, config.mtp, device, config.trainer.seed, init),
                 engine_config(config.engine, config.optim, config.mtp, self.total_steps, not config.freeze_trunk),
                 mtp_loss,
                 HiddenCache() if config.cache_hiddens else None,
@@ -133,7 +141,8 @@ class SFTTrainer:
                 if self.initialise is not None and isinstance(engine.model, MTPCarrier):
                     self.initialise(engine.model, self.rows)
                 metrics.update(self.evaluate())
-                run.writers.log(0, metrics)
+                if metrics:
+                    run.writers.log(0, metrics)
             with ProgressBar("sft", self.total_steps, "steps") as progress:
                 progress.advance(min(engine.global_step, self.total_steps), None)
                 while engine.global_step < self.total_steps:
@@ -171,6 +180,9 @@ class SFTTrainer:
             found = self.engine.evaluate(micro_batches(rows, self.config.micro_batch_size))
             merge_metrics(figures, {f"{name}/{key}": value for key, value in found.items()})
         return figures
+
+    def _fit_head(self, model: MTPCarrier, rows: Sequence[Batch]) -> None:
+        fit_new_head(self.engine, rows)
 
     def export(self, run: RunDirectory) -> None:
         """The trained model as a Hugging Face directory, tokenizer included."""

@@ -101,7 +101,7 @@ def test_a_run_resumes_bit_identically(tmp_path: Path) -> None:
     resumed = run("stopped", 5)
     assert_same(weights(straight), weights(resumed))
     logged = [json.loads(line) for line in (tmp_path / "stopped" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in logged] == [0, 1, 2, 3, 4, 5]
+    assert [line["step"] for line in logged] == [1, 2, 3, 4, 5]
     exported = forerun.load(tmp_path / "stopped" / "model")
     assert_same(dict(named_weights(exported)), weights(resumed))
     samples = (tmp_path / "stopped" / "samples.jsonl").read_text().splitlines()

@@ -160,8 +160,21 @@ def test_initialisation_runs_once_and_not_on_resume(settings: list[str]) -> None
     assert len(calls) == 1
 
 
+def test_a_new_head_starts_from_a_fit_of_every_depth(settings: list[str], tmp_path: Path) -> None:
+    def start(init: str) -> dict[str, Any]:
+        made = trainer(settings, "trainer.total_steps=1", f"mtp_init={init}", f"trainer.output_dir={tmp_path / init}")
+        made.train()
+        return json.loads((tmp_path / init / "metrics.jsonl").read_text().splitlines()[0])
+
+    fitted, copied, random_ = start("fit"), start("copy_last"), start("plain")
+    for depth in (1, 2):
+        name = f"val/mtp/depth_{depth}/expected_acceptance"
+        assert fitted[name] > max(copied[name], random_[name]), depth
+
+
 def test_a_loss_above_a_uniform_guess_raises_the_alarm(settings: list[str]) -> None:
-    made = trainer(settings, "trainer.total_steps=40", "trainer.on_alarm=stop", "mtp.mtp_loss_scaling_factor=0")
+    untrained = ["mtp_init=plain", "mtp.mtp_loss_scaling_factor=0"]
+    made = trainer(settings, "trainer.total_steps=40", "trainer.on_alarm=stop", *untrained)
     # A head whose output is a large constant: sure of one word, and wrong.
     with torch.no_grad():
         made.engine.model.mtp.layers[0].final_norm.weight.fill_(200.0)
