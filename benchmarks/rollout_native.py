@@ -2,10 +2,11 @@
 
     python benchmarks/rollout_native.py MODEL_DIR [--threads 2] [--new-tokens 64] [--depths 1,2,3] [--batches 1,8]
 
-Arms per batch size: transformers' `generate`, the native engine plain, the native engine with k drafts. The arms are
-interleaved over the repeats and the best repeat of each counts, so a busy moment of the machine does not fall on one arm.
-Without a trained MTP block an attached one is used: its acceptance is that of an untrained head, so `step_cost` (time of a
-speculative step over time of a plain one) is what to read then. Exits with 1 if any greedy text differs between arms.
+Arms per batch size: transformers' `generate`, the native engine plain, the native engine with k drafts. They are
+interleaved over the repeats and the best repeat of each counts, so that no arm is
+hit alone by a busy moment.
+A model without an MTP block gets one attached: its acceptance is that of an untrained head, so `step_cost` (time of a
+speculative step over that of a plain one) is what to read then. Exits with 1 if the native arms' greedy texts differ.
 """
 
 from __future__ import annotations

@@ -79,13 +79,13 @@ def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
         uniforms: [...], in [0, 1).
 
     Returns:
-        long [...]; never a token of probability 0.
+        long [...]; never a token of probability 0 (NaN gives the last one: a broken draft, which the rules refuse).
     """
     mass = probs.cumsum(-1, dtype=torch.float64)
     total = mass[..., -1:]
     # A product that rounds up to the total would fall off the end.
     point = torch.minimum(uniforms.double()[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(mass, point, right=True).squeeze(-1)
+    return torch.searchsorted(mass, point, right=True).squeeze(-1).clamp_(max=probs.shape[-1] - 1)
 
 
 def gather_log_probs(probs: Tensor, tokens: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ the batch nor the number of drafts changes what a request draws (with `match`, n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -92,6 +91,13 @@ class Sampler:
         Raises:
             ForerunError: the logits are not finite.
         """
+        norm = logits.logsumexp(-1)
+        for row, finite in zip(self.rows, norm.isfinite().all(1).tolist(), strict=True):
+            if not finite:
+                raise ForerunError(
+                    f"request {row.request.request_id!r}: the model's logits are not finite after {row.length} tokens; "
+                    "check the weights (NaN or overflow)"
+                )
         on_device = torch.tensor(counts, dtype=torch.long, device=self.device)
         probs = None
         if uniforms is None:
@@ -112,7 +118,7 @@ class Sampler:
                 )
         accepted, following = verdict
         tokens = torch.cat([drafts.tokens, following[:, None]], dim=1).scatter(1, accepted[:, None], following[:, None])
-        raw = logits.gather(-1, tokens[..., None]).squeeze(-1) - logits.logsumexp(-1)
+        raw = logits.gather(-1, tokens[..., None]).squeeze(-1) - norm
         if uniforms is None:
             log_probs = torch.zeros_like(raw)
         elif self.plain:
@@ -120,11 +126,4 @@ class Sampler:
         else:
             assert probs is not None
             log_probs = probs.gather(-1, tokens[..., None]).squeeze(-1).log()
-        judged = Judged(accepted.tolist(), tokens.tolist(), log_probs.tolist(), raw.tolist(), tokens)
-        for row, count, values in zip(self.rows, judged.accepted, judged.raw_log_probs, strict=True):
-            if not all(map(math.isfinite, values[: count + 1])):
-                raise ForerunError(
-                    f"request {row.request.request_id!r}: the model's logits are not finite after {row.length} tokens; "
-                    "check the weights (NaN or overflow)"
-                )
-        return judged
+        return Judged(accepted.tolist(), tokens.tolist(), log_probs.tolist(), raw.tolist(), tokens)

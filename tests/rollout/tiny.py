@@ -1,0 +1,116 @@
+"""Tiny random carriers and requests for the rollout tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from forerun.models.attach import attach
+from forerun.models.carrier import MTPCarrier
+from forerun.mtp.config import MTPConfig
+from forerun.rollout.protocol import Request, SamplingParams
+
+VOCAB = 61
+KINDS = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def trunk(kind: str = "llama", *, tied: bool = True, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config_class, model_class = KINDS[kind]
+    config = config_class(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=96,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+    )
+    model = model_class(config).to(dtype).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # transformers starts them at zero, where a lost bias would not be seen
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def carrier(
+    kind: str = "llama", *, tied: bool = True, dtype: torch.dtype = torch.float64, layers: int = 1, repeat: bool = False
+) -> MTPCarrier:
+    return attach(trunk(kind, tied=tied, dtype=dtype), MTPConfig(True, num_layers=layers, repeat_layer=repeat)).eval()
+
+
+def perfect_carrier() -> MTPCarrier:
+    """Acceptance is 1 at every depth, by construction.
+
+    All decoder layers are identities, so the trunk's hidden is norm(E[t_i]). The block's projection passes the
+    embedding half alone: its output for (h_i, E[t_{i+1}]) is norm(norm(E[t_{i+1}])), which is the trunk's hidden at i + 1.
+    """
+    model = attach(trunk(tied=False), MTPConfig(True)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+        size = model.config.hidden_size
+        projection = model.mtp.layers[0].proj.weight
+        projection.copy_(torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1))
+    return model
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Of different lengths, with repeats."""
+    generator = torch.Generator().manual_seed(seed)
+    made: list[list[int]] = []
+    for i in range(count):
+        if i % 3 == 2:
+            made.append(made[i - 2])
+            continue
+        length = int(torch.randint(1, 14, (1,), generator=generator))
+        made.append(torch.randint(0, VOCAB, (length,), generator=generator).tolist())
+    return made
+
+
+def requests(rows: list[list[int]], **sampling: object) -> list[Request]:
+    """One request per prompt; `seed` counts up from the one given."""
+    seed = sampling.pop("seed", None)
+    return [
+        Request(f"r{i}", row, SamplingParams(**sampling, seed=None if seed is None else seed + i))  # type: ignore[arg-type, operator]
+        for i, row in enumerate(rows)
+    ]
+
+
+@torch.no_grad()
+def teacher_forced(model: PreTrainedModel, prompt: list[int], completion: list[int]) -> Tensor:
+    """The model's own logits for each token of the completion, [len(completion), V]."""
+    logits = model(torch.tensor([prompt + completion])).logits[0]
+    return logits[len(prompt) - 1 : -1]
+
+
+@torch.no_grad()
+def generated(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """What transformers' greedy generate writes."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
