@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-PHASES = ("attach", "sft", "rollout", "rl", "export")
+PHASES = ("load", "sft", "rollout", "rl", "export")
 # A figure whose name holds one of these words states something that is true or the run is wrong.
 CLAIMS = ("identical", "equal", "in_sync", "same", "matches")
 

@@ -19,7 +19,7 @@ CHECK = runpy.run_path(str(Path(__file__).parents[2] / ".ci" / "check_summary.py
 @pytest.fixture
 def good(tmp_path: Path) -> dict[str, Any]:
     summary = Summary(tmp_path, seeds={"seed": 0})
-    summary.add("attach", parameters=10)
+    summary.add("load", parameters=10)
     summary.add("sft", held_out={"before": 0.1, "after": 0.3})
     summary.add("rollout", batch_1={"text_identical": True, "acceptance_length": 1.3, "speed_up": 0.9})
     summary.add("rl", steps=[{"reward": 0.5, "drafter_in_sync": True}])
