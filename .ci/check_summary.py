@@ -32,13 +32,13 @@ def complaints(summary: dict[str, Any]) -> list[str]:
             found.append(f"wall_seconds.{phase} is missing")
     claims = lengths = 0
     for name, value in _leaves(figures, "figures"):
-        key = name.rpartition(".")[2]
+        key = name.rpartition(".")[2].partition("[")[0]
         if value in ("nan", "inf", "-inf") or (isinstance(value, float) and not math.isfinite(value)):
             found.append(f"{name} is {value}")
-        elif isinstance(value, bool) and any(word in key for word in CLAIMS):
+        elif isinstance(value, bool | int | float) and any(word in key for word in CLAIMS):
             claims += 1
             if not value:
-                found.append(f"{name} is false")
+                found.append(f"{name} is {str(value).lower()}")
         elif key == "acceptance_length" and isinstance(value, float | int):
             lengths += 1
             if not value > 1:

@@ -22,7 +22,7 @@ def good(tmp_path: Path) -> dict[str, Any]:
     summary.add("load", parameters=10)
     summary.add("sft", held_out={"before": 0.1, "after": 0.3})
     summary.add("rollout", batch_1={"text_identical": True, "acceptance_length": 1.3, "speed_up": 0.9})
-    summary.add("rl", steps=[{"reward": 0.5, "drafter_in_sync": True}])
+    summary.add("rl", steps=[{"reward": 0.5}], drafter_in_sync=[1.0, 1.0])
     summary.add("export", digest_equal=True)
     for phase in CHECK["PHASES"]:
         summary.wall_seconds[phase] = 1.0
@@ -42,7 +42,7 @@ def test_a_good_summary_passes(good: dict[str, Any], tmp_path: Path) -> None:
         (lambda s: s["figures"].pop("rl"), "figures.rl is missing"),
         (lambda s: s["wall_seconds"].pop("sft"), "wall_seconds.sft is missing"),
         (lambda s: s["figures"]["rollout"]["batch_1"].update(text_identical=False), "text_identical is false"),
-        (lambda s: s["figures"]["rl"]["steps"][0].update(drafter_in_sync=False), "steps[0].drafter_in_sync is false"),
+        (lambda s: s["figures"]["rl"].update(drafter_in_sync=[1.0, 0.0]), "drafter_in_sync[1] is 0.0"),
         (lambda s: s["figures"]["rl"]["steps"][0].update(reward="nan"), "steps[0].reward is nan"),
         (lambda s: s["figures"]["rollout"]["batch_1"].update(acceptance_length=1.0), "no draft was ever accepted"),
         (lambda s: s["figures"]["rollout"]["batch_1"].pop("acceptance_length"), "no acceptance_length is given"),
