@@ -59,7 +59,7 @@ def perfect_carrier() -> MTPCarrier:
     """Acceptance is 1 at every depth, by construction.
 
     All decoder layers are identities, so the trunk's hidden is norm(E[t_i]). The block's projection passes the
-    embedding half alone: its output for (h_i, E[t_{i+1}]) is norm(norm(E[t_{i+1}])), which is the trunk's hidden at i + 1.
+    embedding half alone: its output for (h_i, E[t_{i+1}]) is norm(norm(E[t_{i+1}])), the trunk's hidden at i + 1.
     """
     model = attach(trunk(tied=False), MTPConfig(True)).eval()
     with torch.no_grad():
