@@ -88,8 +88,9 @@ def default_mtp_loss(
     *,
     temperature: float = 1.0,
     compare_with_trunk: bool = False,
+    vocabulary: Tensor | None = None,
 ) -> MTPOutput:
-    """The objective that the model's own MTPConfig describes."""
+    """The objective that the model's own MTPConfig describes; `vocabulary` as in `models.training.mtp_forward`."""
     return mtp_forward(
         model,
         hidden_states,
@@ -100,6 +101,7 @@ def default_mtp_loss(
         counts=counts,
         temperature=temperature,
         compare_with_trunk=compare_with_trunk,
+        vocabulary=vocabulary,
     )
 
 
