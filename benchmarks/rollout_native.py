@@ -16,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from transformers import AutoTokenizer
@@ -56,10 +57,12 @@ def main() -> int:
     if not isinstance(model, MTPCarrier):
         model = attach(model, MTPConfig(enable=True)).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-    prompts = [
-        tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats
-    ]
+    prompts: list[list[int]] = []
+    for prompt in PROMPTS:
+        chat: Any = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
+        )
+        prompts.append(list(chat["input_ids"]))
     vocabulary = torch.arange(args.draft_words) if args.draft_words else None
     engine = NativeEngine.from_model(model, draft_vocabulary=vocabulary)
     depths = [int(k) for k in args.depths.split(",")]
@@ -81,7 +84,7 @@ def run(
 
     def transformers_generate() -> tuple[list[list[int]], list[Completion]]:
         settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": pad}
-        out = model.generate(ids, attention_mask=mask, **settings)
+        out = cast(Any, model).generate(ids, attention_mask=mask, **settings)
         return out[:, width:].tolist(), []
 
     def native(k: int) -> Callable[[], tuple[list[list[int]], list[Completion]]]:
