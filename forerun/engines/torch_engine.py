@@ -7,7 +7,7 @@ MTP loss -> main loss -> backward. Neither loss ever holds the whole batch's log
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -280,7 +280,7 @@ class TorchEngine:
         return results
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
+    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Held-out figures: eval loss (mean negative log-probability per target) and mtp/* per depth."""
         self.model.eval()
         nll, targets, stats = 0.0, 0, None

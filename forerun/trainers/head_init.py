@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from forerun.data.batch import Batch
 from forerun.engines.torch_engine import TorchEngine
 from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier
 from forerun.models.init import fit_projection
+from forerun.report.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +43,15 @@ def fit_new_head(engine: TorchEngine, rows: Sequence[Batch], max_tokens: int = F
             break
         chosen.append(row)
         tokens += int((row.document_ids >= 0).sum())
-    explained = fit_projection(
-        model,
-        [(row.input_ids, row.document_ids) for row in chosen],
-        lambda index: engine.trunk_hidden_states(chosen[index]),
-    )
+    with ProgressBar("fit head", len(chosen), "rows") as progress:
+
+        def trunk_hidden(index: int) -> Tensor:
+            hidden = engine.trunk_hidden_states(chosen[index])
+            progress.advance(1)
+            return hidden
+
+        rows_read = [(row.input_ids, row.document_ids) for row in chosen]
+        explained = fit_projection(model, rows_read, trunk_hidden)
     first, *others = model.mtp.layers
     for layer in others:
         layer.load_state_dict(first.state_dict())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, set_seed
@@ -20,7 +20,6 @@ from forerun.data.chat import encode_examples, read_examples
 from forerun.data.order import DataOrder
 from forerun.data.packing import Document
 from forerun.engines.hidden_cache import HiddenCache
-from forerun.engines.protocol import merge_metrics
 from forerun.engines.torch_engine import MTPLossFn, TorchEngine, default_mtp_loss
 from forerun.errors import UsageError
 from forerun.models.attach import Init
@@ -177,8 +176,10 @@ class SFTTrainer:
         """Held-out figures of every set: `<name>/loss`, `<name>/mtp/depth_{k}/...`, `<name>/mtp/acceptance_length`."""
         figures: Metrics = {}
         for name, rows in self.eval_rows.items():
-            found = self.engine.evaluate(micro_batches(rows, self.config.micro_batch_size))
-            merge_metrics(figures, {f"{name}/{key}": value for key, value in found.items()})
+            batches = micro_batches(rows, self.config.micro_batch_size)
+            with ProgressBar(f"evaluate {name}", len(batches), "batches") as progress:
+                found = self.engine.evaluate(_counted(batches, progress))
+            figures.update({f"{name}/{key}": value for key, value in found.items()})
         return figures
 
     def _fit_head(self, model: MTPCarrier, rows: Sequence[Batch]) -> None:
@@ -201,6 +202,12 @@ class SFTTrainer:
         if not learnable:
             raise UsageError("the dataset is empty: no document has a target token to learn")
         return make_rows(learnable, self.config.data.max_length, self.config.data.packing)
+
+
+def _counted(batches: Sequence[Batch], progress: ProgressBar) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch
+        progress.advance(1)
 
 
 def _note(metrics: Mapping[str, float]) -> str:
