@@ -49,9 +49,7 @@ class TrainingEngine(Protocol):
 
     global_step: int
 
-    def forward_backward(
-        self, batches: Sequence[Batch], loss_fn: LossFn, temperature: float = 1.0
-    ) -> dict[str, float]:
+    def forward_backward(self, batches: Sequence[Batch], loss_fn: LossFn, temperature: float = 1.0) -> dict[str, float]:
         """Accumulate the gradient of the summed main loss and the grafted MTP loss over all micro-batches.
 
         `temperature` divides the logits behind the log-probabilities (RL: the rollout's). The MTP loss is

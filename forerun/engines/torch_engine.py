@@ -147,9 +147,7 @@ class TorchEngine:
 
     # ---- one step
 
-    def forward_backward(
-        self, batches: Sequence[Batch], loss_fn: LossFn, temperature: float = 1.0
-    ) -> dict[str, float]:
+    def forward_backward(self, batches: Sequence[Batch], loss_fn: LossFn, temperature: float = 1.0) -> dict[str, float]:
         if not batches or not any(batch.num_targets for batch in batches):
             raise UsageError("the batch has no supervised target token: check the prompt/response mask of the data")
         self.model.train()
@@ -320,9 +318,7 @@ class TorchEngine:
     def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
         with whole_directory(directory) as unfinished:
             self.model.save_pretrained(unfinished)
-            write_state(
-                unfinished, self.optimizer, self.scheduler, self.groups.named(), self.global_step, extra or {}
-            )
+            write_state(unfinished, self.optimizer, self.scheduler, self.groups.named(), self.global_step, extra or {})
 
     def load(self, directory: Path) -> dict[str, Any]:
         load_named_weights(self.model, dict(read_weights(directory)))

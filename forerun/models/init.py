@@ -49,8 +49,8 @@ def fit_projection(
     assert isinstance(norm_weight, Tensor)
     scale = norm_weight.double()
     size = layer.proj.in_features
-    xx = torch.zeros(size, size, dtype=torch.float64)
-    xy = torch.zeros(size, layer.proj.out_features, dtype=torch.float64)
+    xx = torch.zeros(size, size, dtype=torch.float64, device=scale.device)
+    xy = torch.zeros(size, layer.proj.out_features, dtype=torch.float64, device=scale.device)
     yy, count = 0.0, 0
     for index, (input_ids, documents) in enumerate(rows):
         hidden = trunk_hidden(index)
@@ -69,7 +69,7 @@ def fit_projection(
     if count == 0:
         raise UsageError("no document has two tokens: nothing to fit the projection to")
     penalty = ridge * xx.diagonal().mean()
-    weight = torch.linalg.solve(xx + penalty * torch.eye(size, dtype=torch.float64), xy).T
+    weight = torch.linalg.solve(xx + penalty * torch.eye(size, dtype=torch.float64, device=xx.device), xy).T
     fitted = float((weight @ xx * weight).sum())
     residual = yy - 2 * float((weight * xy.T).sum()) + fitted
     layer.proj.weight.copy_(weight)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -32,18 +32,25 @@ class RewardRunner:
             "path/to/file.py:function" with the signature of `RewardFunction` (or verl's).
         time_limit_s: seconds for one response; then its worker is killed and another started.
         num_workers: processes that score at the same time.
+        kwargs: further keyword arguments for a function of the user's own; JSON values.
 
     Raises:
         UsageError: the function cannot be found or imported.
     """
 
-    def __init__(self, spec: str = "auto", time_limit_s: float = 10.0, num_workers: int = 1) -> None:
+    def __init__(
+        self,
+        spec: str = "auto",
+        time_limit_s: float = 10.0,
+        num_workers: int = 1,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         if time_limit_s <= 0 or num_workers < 1:
             raise UsageError(
                 f"reward time_limit_s={time_limit_s} must be positive and num_workers={num_workers} at least 1"
             )
         self._workers: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        self._all = [_Worker(spec, time_limit_s) for _ in range(num_workers)]
+        self._all = [_Worker(spec, time_limit_s, kwargs or {}) for _ in range(num_workers)]
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
         self.events: Counter[str] = Counter()
         try:
@@ -85,8 +92,9 @@ class RewardRunner:
 class _Worker:
     """One process of `forerun.rewards.worker`, restarted when it hung or died."""
 
-    def __init__(self, spec: str, time_limit_s: float) -> None:
+    def __init__(self, spec: str, time_limit_s: float, kwargs: Mapping[str, Any]) -> None:
         self.spec = spec
+        self.kwargs = dict(kwargs)
         self.time_limit_s = time_limit_s
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
@@ -94,7 +102,10 @@ class _Worker:
     def start(self) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "forerun.rewards.worker", self.spec, str(self.time_limit_s)],
+            [
+                *(sys.executable, "-m", "forerun.rewards.worker"),
+                *(self.spec, str(self.time_limit_s), json.dumps(self.kwargs)),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -1,6 +1,6 @@
 """The process that reward functions run in: JSON lines in on stdin, JSON lines out on what was stdout.
 
-Started as `python -m forerun.rewards.worker SPEC LIMIT_S`. Says {"ready": true} or {"error": "..."} first, then answers
+Started as `python -m forerun.rewards.worker SPEC LIMIT_S KWARGS`. Says {"ready": true} or {"error": "..."} first, then answers
 each request in turn. What a function prints goes to stderr. Should the parent die during a hang, an alarm ends it.
 """
 
@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,17 @@ Scorer = Callable[[list[dict[str, str]], str, str | None, dict[str, Any], str], 
 BUILT_IN = ("math", "exact_match", "reasoning_gym", "auto")
 
 
-def resolve(spec: str) -> Scorer:
+def resolve(spec: str, kwargs: Mapping[str, Any]) -> Scorer:
     """The function that a name means: a built-in one, "package.module:function" or "path/to/file.py:function".
 
-    `auto` picks by data source: reasoning_gym for `reasoning_gym/...`, math for everything else.
+    `kwargs` go to a function of the user's own with every call. `auto` picks by data source: reasoning_gym for `reasoning_gym/...`, math for everything else.
 
     Raises:
         ValueError: one line that says what is wrong with the name.
     """
     if spec in BUILT_IN:
+        if kwargs:
+            raise ValueError(f"reward {spec!r} takes no kwargs, but got {', '.join(kwargs)}: leave reward.kwargs empty")
         from forerun.rewards import answers
 
         # Imported now, not within the first response's time limit.
@@ -76,9 +78,9 @@ def resolve(spec: str) -> Scorer:
         raise ValueError(f"reward {spec!r}: {module_name} has no function {function_name!r}")
     if "solution_str" in inspect.signature(function).parameters:
         return lambda prompt, response, truth, extra, source: function(
-            data_source=source, solution_str=response, ground_truth=truth, extra_info=extra
+            data_source=source, solution_str=response, ground_truth=truth, extra_info=extra, **kwargs
         )
-    return lambda prompt, response, truth, extra, source: function(prompt, response, truth, extra)
+    return lambda prompt, response, truth, extra, source: function(prompt, response, truth, extra, **kwargs)
 
 
 def answer(function: Scorer, line: str) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def answer(function: Scorer, line: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    spec, limit_s = sys.argv[1], float(sys.argv[2])
+    spec, limit_s, kwargs = sys.argv[1], float(sys.argv[2]), sys.argv[3]
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -107,7 +109,7 @@ def main() -> None:
         print(json.dumps(value), file=replies, flush=True)
 
     try:
-        function = resolve(spec)
+        function = resolve(spec, json.loads(kwargs))
     except ValueError as error:
         reply({"error": " ".join(str(error).split())})
         return

@@ -103,7 +103,12 @@ class RLTrainer:
         self.order = DataOrder(len(self.prompts), config.trainer.seed, config.data.shuffle)
         self._close_reward: AbstractContextManager[Any] = nullcontext()
         if reward is None:
-            reward = self._close_reward = RewardRunner(config.reward.function)
+            reward = self._close_reward = RewardRunner(
+                config.reward.function,
+                config.reward.time_limit_s,
+                config.reward.num_workers,
+                config.reward.kwargs,
+            )
         self.reward: Scorer = reward
 
         updates = config.ppo_epochs * config.train_batch_size // config.ppo_mini_batch_size
@@ -188,9 +193,7 @@ class RLTrainer:
         metrics["tokens_per_second"] = all_tokens / times["time/step"]
         self.alarms.mtp_loss(self.rl_step, metrics)
         if self.drafts:
-            self.alarms.acceptance(
-                self.rl_step, metrics["spec_num_draft_tokens"], metrics["spec_num_accepted_tokens"]
-            )
+            self.alarms.acceptance(self.rl_step, metrics["spec_num_draft_tokens"], metrics["spec_num_accepted_tokens"])
         return metrics
 
     # ---- its parts

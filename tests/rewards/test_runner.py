@@ -32,6 +32,9 @@ def mine(prompt, response, ground_truth, extra):
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(solution_str == ground_truth) + (data_source == "here"), "acc": True}
 
+def weighted(prompt, response, ground_truth, extra, weight=1.0):
+    return weight * len(response)
+
 not_a_function = 3
 """
 
@@ -65,6 +68,13 @@ def test_workers_share_the_work_and_keep_the_order(source):
     with RewardRunner(f"{source}:mine", time_limit_s=30, num_workers=3) as runner:
         results = runner.score([request("x" * i) for i in range(1, 30)])
         assert [r.score for r in results] == [13.5 + i for i in range(1, 30)]
+
+
+def test_kwargs_reach_a_function_of_the_users_own_and_no_built_in(source):
+    with RewardRunner(f"{source}:weighted", kwargs={"weight": 2.5}) as runner:
+        assert runner.score([request("four")])[0].score == 10.0
+    with pytest.raises(UsageError, match="takes no kwargs, but got weight"):
+        RewardRunner("exact_match", kwargs={"weight": 2.5})
 
 
 def test_verls_signature(source):
