@@ -1,7 +1,8 @@
 """The process that reward functions run in: JSON lines in on stdin, JSON lines out on what was stdout.
 
-Started as `python -m forerun.rewards.worker SPEC LIMIT_S KWARGS`. Says {"ready": true} or {"error": "..."} first, then answers
-each request in turn. What a function prints goes to stderr. Should the parent die during a hang, an alarm ends it.
+Started as `python -m forerun.rewards.worker SPEC LIMIT_S KWARGS`. Says {"ready": true} or {"error": "..."} first, then
+answers each request in turn. What a function prints goes to stderr. Should the parent die during a hang, an alarm ends
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ BUILT_IN = ("math", "exact_match", "reasoning_gym", "auto")
 def resolve(spec: str, kwargs: Mapping[str, Any]) -> Scorer:
     """The function that a name means: a built-in one, "package.module:function" or "path/to/file.py:function".
 
-    `kwargs` go to a function of the user's own with every call. `auto` picks by data source: reasoning_gym for `reasoning_gym/...`, math for everything else.
+    `kwargs` go to a function of the user's own with every call. `auto` picks by data source: reasoning_gym for
+    `reasoning_gym/...`, math for everything else.
 
     Raises:
         ValueError: one line that says what is wrong with the name.
