@@ -24,6 +24,7 @@ def run(options: DemoOptions) -> int:
     from forerun.demo.head import load_and_attach, train_head
     from forerun.demo.rl import train_policy
     from forerun.demo.rollouts import compare_decoding
+    from forerun.demo.tables import print_report
     from forerun.demo.workspace import Workspace
 
     phases: Mapping[str, tuple[str, Callable[[Workspace], dict[str, Any]]]] = {
@@ -43,5 +44,5 @@ def run(options: DemoOptions) -> int:
             workspace.summary.add(name, **phase(workspace))
         workspace.mark_done(name)
     workspace.summary.write()
-    workspace.summary.print()
+    print_report(workspace.summary)
     return 0

@@ -25,8 +25,8 @@ from forerun.trainers.setup import engine_config
 from forerun.trainers.sft import SFTTrainer
 
 ROW_LENGTH = 512
-ROWS_PER_STEP = 4
-PEAK_LR = 1e-3
+ROWS_PER_STEP = 1
+PEAK_LR = 5e-4
 AGREEMENT = "mtp/depth_1/trunk_top1"
 EXPECTED = "mtp/depth_1/expected_acceptance"
 
@@ -54,9 +54,12 @@ def train_head(workspace: Workspace) -> dict[str, Any]:
     config = SFTConfig(
         model=ModelConfig(path=str(workspace.model_dir)),
         data=DataConfig(max_length=ROW_LENGTH),
-        optim=OptimConfig(lr=PEAK_LR, betas=(0.9, 0.98), lr_scheduler_type="cosine", warmup_ratio=0.02),
+        # Without enough warm-up, Adam's first steps throw the fitted start away.
+        optim=OptimConfig(lr=PEAK_LR, betas=(0.9, 0.95), lr_scheduler_type="linear", warmup_ratio=0.05),
         mtp=mtp_config(),
-        trainer=TrainerConfig(output_dir=str(workspace.out / "sft"), seed=workspace.options.seed, save_freq=50),
+        trainer=TrainerConfig(
+            output_dir=str(workspace.out / "sft"), seed=workspace.options.seed, save_freq=250, save_total_limit=1
+        ),
         total_epochs=workspace.sizes.epochs,
         train_batch_size=ROWS_PER_STEP,
         micro_batch_size=ROWS_PER_STEP,

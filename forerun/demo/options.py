@@ -25,7 +25,7 @@ class Sizes:
 
 
 FULL = Sizes(
-    train_tokens=150_000,
+    train_tokens=200_000,
     held_out_tokens=8_000,
     fit_tokens=40_000,
     epochs=2,
