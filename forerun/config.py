@@ -40,6 +40,9 @@ def _number(default: Any, **bounds: float) -> Any:
     return field(default=default, metadata=bounds)
 
 
+Autocast = Literal["none", "bfloat16", "float16"]
+
+
 @dataclass
 class ModelConfig:
     """The Hugging Face directory that a run starts from."""
@@ -100,7 +103,7 @@ class EngineConfig:
     # "auto" takes CUDA where there is one.
     device: str = "auto"
     # Precision of the forward pass; "none" computes in the weights' own (model.dtype).
-    autocast: Literal["none", "bfloat16", "float16"] = "none"
+    autocast: Autocast = "none"
     activation_recompute: bool = False
     # A loss or gradient that is not finite: stop, or drop that step.
     on_nonfinite: Literal["stop", "skip"] = "stop"

@@ -25,7 +25,7 @@ from forerun.report.atomic import write_text
 from forerun.rollout.sync import digest
 from forerun.trainers.batching import make_rows
 
-ROW_LENGTH = 512
+ROW_LENGTH = 448
 
 
 def export_model(workspace: Workspace) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.config import DataConfig, ModelConfig, OptimConfig, SFTConfig, TrainerConfig
+from forerun.config import DataConfig, EngineConfig, ModelConfig, OptimConfig, SFTConfig, TrainerConfig
 from forerun.data.batch import Batch
 from forerun.demo import self_text
+from forerun.demo.precision import fastest_autocast
 from forerun.demo.workspace import Workspace, mtp_config
 from forerun.engines.hidden_cache import HiddenCache
 from forerun.engines.torch_engine import TorchEngine, default_mtp_loss
@@ -24,7 +25,7 @@ from forerun.trainers.head_init import fit_new_head
 from forerun.trainers.setup import engine_config
 from forerun.trainers.sft import SFTTrainer
 
-ROW_LENGTH = 512
+ROW_LENGTH = 448
 ROWS_PER_STEP = 1
 PEAK_LR = 5e-4
 AGREEMENT = "mtp/depth_1/trunk_top1"
@@ -51,6 +52,8 @@ def train_head(workspace: Workspace) -> dict[str, Any]:
     """Fit the projection in closed form, then train the head; held-out agreement before, between and after."""
     vocabulary = workspace.draft_vocabulary
     held_out = self_text.by_source(workspace.held_out_text)
+    model = workspace.attached_model()
+    autocast = fastest_autocast(model)
     config = SFTConfig(
         model=ModelConfig(path=str(workspace.model_dir)),
         data=DataConfig(max_length=ROW_LENGTH),
@@ -60,6 +63,7 @@ def train_head(workspace: Workspace) -> dict[str, Any]:
         trainer=TrainerConfig(
             output_dir=str(workspace.out / "sft"), seed=workspace.options.seed, save_freq=250, save_total_limit=1
         ),
+        engine=EngineConfig(autocast=autocast),
         total_epochs=workspace.sizes.epochs,
         train_batch_size=ROWS_PER_STEP,
         micro_batch_size=ROWS_PER_STEP,
@@ -71,7 +75,7 @@ def train_head(workspace: Workspace) -> dict[str, Any]:
     rows = make_rows(documents, ROW_LENGTH, packing=True)
     total_steps = math.ceil(workspace.sizes.epochs * len(rows) / ROWS_PER_STEP)
     engine = TorchEngine(
-        workspace.attached_model(),
+        model,
         engine_config(config.engine, config.optim, config.mtp, total_steps, train_trunk=False),
         partial(_restricted_loss, vocabulary),
         HiddenCache(),
@@ -98,6 +102,7 @@ def train_head(workspace: Workspace) -> dict[str, Any]:
         "train_tokens": sum(map(len, workspace.train_text)),
         "held_out_tokens": sum(map(len, workspace.held_out_text)),
         "steps": trainer.total_steps,
+        "autocast": autocast,
         "draft_vocabulary": len(vocabulary),
         "draft_vocabulary_coverage": self_text.coverage(workspace.held_out_text, vocabulary),
         "held_out_acceptance": {

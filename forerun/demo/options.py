@@ -25,10 +25,10 @@ class Sizes:
 
 
 FULL = Sizes(
-    train_tokens=200_000,
+    train_tokens=250_000,
     held_out_tokens=8_000,
     fit_tokens=40_000,
-    epochs=2,
+    epochs=3,
     rollout_prompts=8,
     rollout_tokens=96,
     draft_depths=(1, 2),

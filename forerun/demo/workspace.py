@@ -38,7 +38,6 @@ def mtp_config() -> MTPConfig:
         detach_encoder=True,
         mtp_loss_scaling_factor=1.0,
         loss="soft_ce",
-        hidden_loss_weight=0.1,
     )
 
 

@@ -91,24 +91,20 @@ def mtp_forward(
     agreed = torch.ones_like(chain)  # and every depth so far chose as the trunk does
     total = hidden_states.new_zeros((), dtype=torch.float32)
     for depth, (target, output) in enumerate(zip(targets, outputs, strict=True), start=1):
-        hidden, teacher_hidden = output[target.valid], _ahead(hidden_states, target, depth)
         labels_here = target.labels[target.valid]
         result = fused_loss(
-            hidden,
+            output[target.valid],
             labels_here if index_of is None else index_of[labels_here],
             lambda h: project(model, h, vocabulary),
             spec,
             chunk_size=config.chunk_size,
-            teacher_hidden=teacher_hidden,
+            teacher_hidden=_ahead(hidden_states, target, depth),
             projection_parameters=projection_parameters,
             compare_with_trunk=compare_with_trunk,
         )
         own_count = target.valid.sum()
         count = own_count.clamp(min=1) if counts is None else torch.as_tensor(counts[depth - 1]).clamp(min=1)
-        loss = result.loss
-        if config.hidden_loss_weight:
-            loss = loss + config.hidden_loss_weight * (hidden - teacher_hidden).float().pow(2).mean(dim=-1).sum()
-        total = total + loss / count.to(loss.device)
+        total = total + result.loss / count.to(result.loss.device)
         stats.add(depth, count=own_count, loss=result.loss, label_hits=result.label_hits)
         if result.agrees is not None:
             assert result.trunk_hits is not None and result.overlap is not None

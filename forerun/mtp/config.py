@@ -41,8 +41,6 @@ class MTPConfig:
     repeat_layer: bool = False
     loss: LossKind = "ce"
     loss_top_k: int | None = None
-    # Adds weight x mean squared error between the block's hidden and the trunk's at the same predicted token.
-    hidden_loss_weight: float = 0.0
     mask_rule: MaskRule = "target"
     chunk_size: int = 1024
     acceptance: AcceptanceRule = "rejection"
@@ -69,9 +67,8 @@ class MTPConfig:
             value = getattr(self, name)
             if value < lowest:
                 raise ValueError(f"mtp.{name}={value} must be at least {lowest}")
-        for name in ("mtp_loss_scaling_factor", "hidden_loss_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"mtp.{name}={getattr(self, name)} must not be negative")
+        if self.mtp_loss_scaling_factor < 0:
+            raise ValueError(f"mtp.mtp_loss_scaling_factor={self.mtp_loss_scaling_factor} must not be negative")
         if self.loss_top_k is not None and self.loss_top_k < 1:
             raise ValueError(f"mtp.loss_top_k={self.loss_top_k} must be at least 1, or null for the full vocabulary")
         for name in ("enable_train", "enable_rollout"):
