@@ -43,6 +43,7 @@ def run(options: DemoOptions) -> int:
         with workspace.summary.phase(name):
             workspace.summary.add(name, **phase(workspace))
         workspace.mark_done(name)
+        workspace.tidy(name)
     workspace.summary.write()
     print_report(workspace.summary)
     return 0

@@ -3,10 +3,9 @@
 For SmolLM2-135M-Instruct such text ships with the package (`smollm2_text.jsonl.gz`), because writing it takes longer
 than training on it. It was made, and can be made again, by
 
-    python -m forerun.demo.self_text MODEL_DIR round0.jsonl.gz 0 bfloat16
-    python -m forerun.demo.self_text MODEL_DIR round1.jsonl.gz 1 bfloat16
+    python -m forerun.demo.self_text MODEL_DIR OUT.jsonl.gz bfloat16
 
-and putting both files into one. For any other model the demo writes its own, fewer tokens, into its output directory.
+For any other model the demo writes its own, fewer tokens, into its output directory.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.data.chat import encode_prompt, response_document, stop_token_ids
 from forerun.data.packing import Document
-from forerun.data.prompts import Prompt
 from forerun.data.sources import SOURCES, Split, load_source
 from forerun.errors import ForerunError
 from forerun.models.loading import load
@@ -37,11 +35,9 @@ from forerun.rollout.protocol import Completion, Request, SamplingParams
 
 PACKAGED = "smollm2_text.jsonl.gz"
 SPLITS: tuple[Split, ...] = ("train", "held_out")
-# Half of the responses greedy, half sampled: rollouts meet both. Finite sources are asked again in later rounds,
-# reasoning-gym's make new problems.
+# Half of the responses greedy, half sampled: rollouts meet both. Sources that are finite are asked more than once.
 PROMPTS_PER_SOURCE = {"gsm8k": 84, "gsm_symbolic": 500, "arithmetic": 150, "champ": 254, "chat": 158}
 SAMPLES_PER_PROMPT = {"gsm8k": 3, "gsm_symbolic": 1, "arithmetic": 1, "champ": 2, "chat": 3}
-ENDLESS = ("gsm_symbolic", "arithmetic")
 NUM_HELD_OUT = 16
 MAX_PROMPT_TOKENS = 256
 MAX_NEW_TOKENS = 192
@@ -89,21 +85,19 @@ def write(
     seed: int,
     max_tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
-    round_number: int = 0,
 ) -> list[Response]:
     """Let the model answer every source's prompts and write the responses to `path`, whole.
 
     Args:
         max_tokens: stop asking once that many tokens are expected; None asks everything.
-        round_number: later rounds write more training text, of other random numbers and no held-out text.
         dtype: of the engine; bfloat16 is twice as fast on CPUs that compute in it, and slower on others.
     """
-    rng = random.Random(seed + round_number)
+    rng = random.Random(seed)
     jobs = [
         (source, split, prompt.messages)
         for source in SOURCES
-        for split in (SPLITS if round_number == 0 else SPLITS[:1])
-        for prompt in _prompts(source, split, seed, round_number)
+        for split in SPLITS
+        for prompt in load_source(source, split, PROMPTS_PER_SOURCE[source], NUM_HELD_OUT, seed)
         for _ in range(SAMPLES_PER_PROMPT[source] if split == "train" else 1)
     ]
     rng.shuffle(jobs)
@@ -118,14 +112,17 @@ def write(
         expected += len(ids) + MAX_NEW_TOKENS
         sampling = SamplingParams(
             max_tokens=MAX_NEW_TOKENS,
-            temperature=float((index + round_number) % 2),
+            temperature=float(index % 2),
             seed=rng.getrandbits(31),
             stop_token_ids=stops,
         )
         name = f"response {index}"
         origin[name] = (source, split)
         requests.append(Request(name, ids, sampling))
-    engine = NativeEngine.from_model(model, num_speculative_tokens=0, max_num_seqs=128, max_model_len=512, dtype=dtype)
+    # One spelling of the products: the same seed then gives the same text, and large batches gain nothing from others.
+    engine = NativeEngine.from_model(
+        model, num_speculative_tokens=0, max_num_seqs=128, max_model_len=512, dtype=dtype, products="linear"
+    )
     with ProgressBar("text", len(requests), "responses") as progress:
 
         def on_finish(_: Completion) -> None:
@@ -139,13 +136,6 @@ def write(
     lines = "".join(json.dumps(vars(r), separators=(",", ":")) + "\n" for r in responses)
     write_bytes(path, gzip.compress(lines.encode(), mtime=0))
     return responses
-
-
-def _prompts(source: str, split: Split, seed: int, round_number: int) -> list[Prompt]:
-    size = PROMPTS_PER_SOURCE[source]
-    if split == "held_out" or source not in ENDLESS:
-        return load_source(source, split, size, NUM_HELD_OUT, seed)
-    return load_source(source, split, size * (round_number + 1), NUM_HELD_OUT, seed)[size * round_number :]
 
 
 def take(responses: Iterable[Response], split: Split, max_tokens: int) -> list[Response]:
@@ -187,17 +177,16 @@ def coverage(responses: Sequence[Response], vocabulary: torch.Tensor) -> float:
 
 
 def _main(arguments: Sequence[str]) -> Iterator[str]:
-    if len(arguments) != 4 or not arguments[2].isdigit():
-        yield "usage: python -m forerun.demo.self_text MODEL_DIR OUT.jsonl.gz ROUND float32|bfloat16"
+    if len(arguments) != 3:
+        yield "usage: python -m forerun.demo.self_text MODEL_DIR OUT.jsonl.gz float32|bfloat16"
         return
-    model_dir, path, round_number, dtype = arguments
+    model_dir, path, dtype = arguments
     responses = write(
         load(model_dir),
         AutoTokenizer.from_pretrained(model_dir),
         Path(path),
         seed=0,
         dtype=getattr(torch, dtype),
-        round_number=int(round_number),
     )
     for split in SPLITS:
         chosen = [response for response in responses if response.split == split]
