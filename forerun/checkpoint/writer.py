@@ -4,24 +4,39 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from forerun.checkpoint.reader import INDEX
+from forerun.errors import ForerunError
 from forerun.families import FamilyRecord
+
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
 @contextmanager
 def scratch_directory(target: str | Path) -> Iterator[Path]:
-    """A directory on the target's file system to write into; removed at the end, whatever happens."""
+    """A directory on the target's file system to write into; removed at the end, whatever happens.
+
+    Raises:
+        ForerunError: safetensors cannot write, for instance because the disk is full (its error is no OSError).
+    """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
     os.chmod(scratch, 0o755)
     try:
         yield scratch
+    except SafetensorError as error:
+        raise ForerunError(
+            f"cannot write {target}: {error}: free some space and run again (what was there before is kept)"
+        ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -30,15 +45,22 @@ def replace_files(scratch: Path, target: str | Path) -> None:
     """Move what was written in `scratch` to `target`.
 
     A target that does not exist appears in one rename. In one that does, each file is replaced by a rename, weights
-    before the index and configuration that name them; files that `scratch` does not have stay.
+    before the index and configuration that name them. Of the files that `scratch` does not have, weights of an earlier
+    save in another number of shards go, and everything else stays.
     """
     target = Path(target)
     if not target.exists():
         os.rename(scratch, target)
         return
     target.mkdir(parents=True, exist_ok=True)
-    for file in sorted(scratch.iterdir(), key=lambda f: (f.suffix == ".json", f.name)):
+    written = sorted(scratch.iterdir(), key=lambda f: (f.suffix == ".json", f.name))
+    for file in written:
         os.replace(file, target / file.name)
+    names = {file.name for file in written}
+    if any(_WEIGHTS.fullmatch(name) for name in names):
+        for file in target.iterdir():
+            if file.name not in names and (file.name == INDEX or _WEIGHTS.fullmatch(file.name)):
+                file.unlink()
 
 
 def restore_family_config(directory: Path, family: FamilyRecord, source: Path | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from forerun.errors import UsageError
 from forerun.families.attached import ATTACHED
 from forerun.families.mimo import MIMO
 from forerun.families.record import FamilyRecord
@@ -22,8 +23,15 @@ def family_of(config: Mapping[str, Any]) -> FamilyRecord:
 
 
 def declared_depth(record: FamilyRecord, config: Mapping[str, Any]) -> int:
-    """Number of MTP layers that config.json declares; 0 without the key."""
-    return int(config.get(record.depth_key) or 0)
+    """Number of MTP layers that config.json declares; 0 without the key.
+
+    Raises:
+        UsageError: the value is no number.
+    """
+    value = config.get(record.depth_key) or 0
+    if not isinstance(value, int):
+        raise UsageError(f"config.json has {record.depth_key}={value!r}: give the number of MTP layers")
+    return value
 
 
 def present_depth(record: FamilyRecord, tensor_names: Iterable[str]) -> int:

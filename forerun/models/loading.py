@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers import logging as transformers_logging
 
@@ -17,7 +18,13 @@ from forerun.models.carrier import MTPCarrier, mtp_weight_names
 from forerun.mtp.config import MTPConfig
 
 
-def load(path: str | Path, mtp: MTPConfig | None = None, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load(
+    path: str | Path,
+    mtp: MTPConfig | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
     """A causal LM with the MTP block that its checkpoint holds.
 
     Args:
@@ -25,12 +32,14 @@ def load(path: str | Path, mtp: MTPConfig | None = None, *, dtype: torch.dtype =
         mtp: default keeps the block, if there is one. `enable=False` skips its tensors and sets the config's depth key
             to 0.
         dtype: of all weights.
+        trust_remote_code: let the directory's own Python files define the trunk, where transformers has no code for it.
 
     Returns:
         An `MTPCarrier`, or the plain model where the checkpoint has no block or `enable` is false.
 
     Raises:
-        UsageError: not a checkpoint; `enable=True` on one without MTP; a depth declared of which tensors are missing.
+        UsageError: not a checkpoint; `enable=True` on one without MTP; `repeat_layer` on one with several layers; a
+            weight of the trunk missing, or a depth declared of which tensors are missing.
     """
     reader = CheckpointReader(path)
     family = family_of(reader.config)
@@ -43,7 +52,9 @@ def load(path: str | Path, mtp: MTPConfig | None = None, *, dtype: torch.dtype =
         )
     if mtp is not None and mtp.enable and depth == 0:
         raise UsageError(f"{path} carries no MTP block: attach one with forerun.attach(model, mtp)")
-    model = _load_trunk(reader, family, dtype)
+    if mtp is not None and mtp.enable and mtp.repeat_layer and depth > 1:
+        raise UsageError(f"mtp.repeat_layer=true repeats one layer, and {path} holds {depth}: set it to false")
+    model = _load_trunk(reader, family, dtype, trust_remote_code)
     if depth == 0:
         return model
     if mtp is not None and not mtp.enable:
@@ -56,7 +67,9 @@ def load(path: str | Path, mtp: MTPConfig | None = None, *, dtype: torch.dtype =
     return carrier
 
 
-def _load_trunk(reader: CheckpointReader, family: FamilyRecord, dtype: torch.dtype) -> PreTrainedModel:
+def _load_trunk(
+    reader: CheckpointReader, family: FamilyRecord, dtype: torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
     path = reader.path
     config = None
     if family.trunk_model_type is not None:
@@ -65,12 +78,17 @@ def _load_trunk(reader: CheckpointReader, family: FamilyRecord, dtype: torch.dty
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # the block's tensors are "unexpected" to the trunk; we account for them
     try:
-        return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(f"transformers cannot load {path}: {first_line}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
+    if missing := sorted(found["missing_keys"]):  # transformers has filled them with random numbers
+        raise UsageError(f"{path} lacks {len(missing)} of the trunk's weights, first {missing[0]}: restore them")
+    return model
 
 
 @torch.no_grad()

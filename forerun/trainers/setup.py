@@ -81,13 +81,12 @@ def load_model(
     Raises:
         UsageError: not a checkpoint, or the trunk cannot take a block.
     """
-    dtype = getattr(torch, config.dtype)
-    if mtp.enable and not carries_mtp(config):
-        model = load(config.path, replace(mtp, enable=False, enable_train=False, enable_rollout=False), dtype=dtype)
+    attach_new = mtp.enable and not carries_mtp(config)
+    wanted = replace(mtp, enable=False, enable_train=False, enable_rollout=False) if attach_new else mtp
+    model = load(config.path, wanted, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code)
+    if attach_new:
         logger.warning("%s carries no MTP block: attaching a new one of depth %d", config.path, mtp.num_layers)
         model = attach(model, mtp, init=init, seed=seed)
-    else:
-        model = load(config.path, mtp, dtype=dtype)
     return model.to(device)  # type: ignore[arg-type]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import resource
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from forerun import MTPConfig, attach, load
+from forerun.checkpoint.reader import INDEX
 from forerun.errors import ForerunError, UsageError
 from forerun.families import ATTACHED, MIMO
 from forerun.models.carrier import MTPCarrier, load_named_weights, named_weights
@@ -128,6 +131,36 @@ def test_other_files_of_the_directory_stay(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "trainer_state.json").exists() and (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("sharded_first", [True, False])
+def test_a_save_over_another_layout_leaves_none_of_its_weights(tmp_path: Path, sharded_first: bool) -> None:
+    """A reader takes whichever layout it looks for first, so the stale one would come back as trunk or as head."""
+    model = attach(tiny_model(dtype=torch.float32), MTPConfig(enable=True), init="plain")
+    layouts = [{"max_shard_size": "5KB"}, {}]
+    for layout in layouts if sharded_first else layouts[::-1]:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        model.save_pretrained(tmp_path / "out", **layout)
+    again = load(tmp_path / "out")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert (tmp_path / "out" / INDEX).exists() != sharded_first
+
+
+def test_a_full_disk_is_named_in_one_line(tmp_path: Path) -> None:
+    """safetensors has an error of its own for it, which is no OSError."""
+    model = attach(tiny_model(), MTPConfig(enable=True))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(ForerunError, match=r"cannot write .*out.*free some space") as caught:
+            model.save_pretrained(tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
 def broken(tmp_path: Path, how: str) -> Path:
     path = tmp_path / "checkpoint"
     attach(tiny_model(dtype=torch.float32), MTPConfig(enable=True)).save_pretrained(path)
@@ -150,6 +183,18 @@ def broken(tmp_path: Path, how: str) -> Path:
         tensors = load_file(weights)
         del tensors["model.mtp_layers.0.mlp.up_proj.weight"]
         save_file(tensors, weights, {"format": "pt"})
+    elif how == "trunk weight gone":
+        tensors = load_file(weights)
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        save_file(tensors, weights, {"format": "pt"})
+    elif how == "broken shard":
+        shutil.rmtree(path)
+        attach(tiny_model(), MTPConfig(enable=True)).save_pretrained(path, max_shard_size="5KB")
+        (path / json.loads((path / INDEX).read_text())["weight_map"]["model.norm.weight"]).write_bytes(b"x" * 99)
+    elif how == "depth is no number":
+        config.write_text(
+            config.read_text().replace('"num_nextn_predict_layers": 1', '"num_nextn_predict_layers": "a"')
+        )
     elif how == "wrong shape":
         tensors = load_file(weights)
         tensors["model.mtp_layers.0.input_proj.weight"] = tensors["model.mtp_layers.0.input_proj.weight"][:, :3].clone()
@@ -157,7 +202,7 @@ def broken(tmp_path: Path, how: str) -> Path:
     elif how == "missing shard":
         weights.unlink()
         index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
-        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+        (path / INDEX).write_text(json.dumps(index))
     return path
 
 
@@ -172,6 +217,9 @@ def broken(tmp_path: Path, how: str) -> Path:
         ("head gone", "declares num_nextn_predict_layers=1 but holds 0"),
         ("head undeclared", "declares num_nextn_predict_layers=0 but holds 1"),
         ("one tensor gone", "has no tensor model.mtp_layers.0.mlp.up_proj.weight"),
+        ("trunk weight gone", "lacks 1 of the trunk's weights, first model.layers.1.mlp.up_proj.weight"),
+        ("broken shard", "cannot"),
+        ("depth is no number", "num_nextn_predict_layers='a'"),
         ("wrong shape", "has shape"),
         ("missing shard", "lacks model-00001-of-00002.safetensors"),
     ],
@@ -186,6 +234,12 @@ def test_enable_on_a_checkpoint_without_mtp_says_how_to_attach(tmp_path: Path) -
     tiny_model().save_pretrained(tmp_path / "plain")
     with pytest.raises(UsageError, match=r"forerun\.attach"):
         load(tmp_path / "plain", MTPConfig(enable=True))
+
+
+def test_repeating_one_of_several_layers_is_refused_rather_than_dropping_the_others(tmp_path: Path) -> None:
+    attach(tiny_model(), MTPConfig(enable=True, num_layers=3)).save_pretrained(tmp_path / "out")
+    with pytest.raises(UsageError, match="holds 3"):
+        load(tmp_path / "out", MTPConfig(enable=True, num_layers=3, repeat_layer=True))
 
 
 def test_attach_refuses_a_second_block() -> None:
