@@ -168,6 +168,16 @@ class AlgorithmConfig:
 
 
 @dataclass
+class OverlongBufferConfig:
+    """DAPO's soft penalty: it grows linearly over the last `len` tokens before rollout.max_response_length."""
+
+    enable: bool = False
+    len: int = _number(64, ge=1)
+    # The penalty of a response that fills max_response_length.
+    penalty_factor: float = _number(1.0, gt=0)
+
+
+@dataclass
 class RewardConfig:
     """The reward, run in processes of its own (`forerun.rewards.runner`); `kwargs` are passed to the function.
 
@@ -179,6 +189,7 @@ class RewardConfig:
     # Seconds for one response; a longer one scores 0 and is counted.
     time_limit_s: float = _number(10.0, gt=0)
     num_workers: int = _number(1, ge=1)
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
 
 
 @dataclass
@@ -245,6 +256,11 @@ class RLConfig:
             )
         if self.algorithm.adv_estimator == "grpo" and self.rollout.n < 2:
             raise UsageError("rollout.n=1 gives grpo nothing to compare a response with: use at least 2")
+        buffer, limit = self.reward.overlong_buffer, self.rollout.max_response_length
+        if buffer.enable and buffer.len > limit:
+            raise UsageError(
+                f"reward.overlong_buffer.len={buffer.len} is longer than rollout.max_response_length={limit}"
+            )
         if self.rollout.temperature == 0:
             raise UsageError("rollout.temperature=0 samples the same response every time: use a positive temperature")
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from forerun.algorithms.advantages import grpo_advantages
+from forerun.config import OverlongBufferConfig
 from forerun.data.batch import Batch
 from forerun.data.chat import response_document
 from forerun.data.packing import pack
 from forerun.data.prompts import Prompt
+from forerun.rewards.overlong import overlong_penalty
 from forerun.rewards.protocol import RewardResult
 from forerun.rollout.protocol import Completion
 
@@ -29,6 +31,16 @@ class Sample:
     text: str
     reward: RewardResult
     advantage: float = 0.0
+
+
+def shape_rewards(samples: Sequence[Sample], buffer: OverlongBufferConfig, max_response_length: int) -> None:
+    """Add DAPO's penalty on nearly overlong responses to the scores, in place, where it is enabled."""
+    if not buffer.enable:
+        return
+    for sample in samples:
+        length = len(sample.completion.token_ids)
+        penalty = overlong_penalty(length, max_response_length, buffer.len, buffer.penalty_factor)
+        sample.reward = replace(sample.reward, score=sample.reward.score + penalty)
 
 
 def set_advantages(samples: Sequence[Sample], normalize_by_std: bool) -> None:

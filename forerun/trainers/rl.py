@@ -33,7 +33,14 @@ from forerun.rewards.runner import RewardRunner
 from forerun.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
 from forerun.rollout.sync import digest
 from forerun.trainers.alarms import Alarms
-from forerun.trainers.experience import Sample, rollout_figures, sample_batches, set_advantages, text_table
+from forerun.trainers.experience import (
+    Sample,
+    rollout_figures,
+    sample_batches,
+    set_advantages,
+    shape_rewards,
+    text_table,
+)
 from forerun.trainers.policy_objective import PolicyObjective
 from forerun.trainers.setup import (
     RunDirectory,
@@ -179,6 +186,7 @@ class RLTrainer:
                 completions = self.generate(prompts)
             with _timed(times, "time/reward"):
                 self.samples = self.judge(prompts, completions)
+                shape_rewards(self.samples, self.config.reward.overlong_buffer, self.config.rollout.max_response_length)
                 set_advantages(self.samples, self.config.algorithm.norm_adv_by_std_in_grpo)
             with _timed(times, "time/train"):
                 trained = self.update(self.samples)
@@ -236,7 +244,7 @@ class RLTrainer:
                 response=text,
                 ground_truth=prompts[i // n].ground_truth,
                 data_source=prompts[i // n].data_source,
-                extra={**prompts[i // n].extra_info, **self.config.reward.kwargs},
+                extra=prompts[i // n].extra_info,
             )
             for i, text in enumerate(texts)
         ]

@@ -69,6 +69,7 @@ BAD = [
     ("rollout.n=1.5", "rollout.n=1.5 must be an integer"),
     ("rollout.n=1", "rollout.n=1 gives grpo nothing to compare"),
     ("rollout.temperature=0", "rollout.temperature=0 samples the same response every time"),
+    ("reward.overlong_buffer={enable: true, len: 999}", "reward.overlong_buffer.len=999 is longer than"),
     ("rollout.top_p=0", "rollout.top_p=0.0 must be greater than 0"),
     ("rollout.engine=turbo", "rollout.engine=turbo must be one of native"),
     ("ppo_mini_batch_size=3", "train_batch_size=8 is no multiple of ppo_mini_batch_size=3"),

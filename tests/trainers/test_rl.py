@@ -59,6 +59,18 @@ def test_a_step_reports_what_happened(tmp_path: Path) -> None:
     assert sum(sample.advantage for sample in made.samples) == pytest.approx(0, abs=1e-4)
 
 
+def test_nearly_overlong_responses_are_penalised(tmp_path: Path) -> None:
+    buffer = ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=1"]
+    plain, shaped = trainer(settings(tmp_path)), trainer(settings(tmp_path, *buffer))
+    plain.step(PROMPTS)
+    shaped.step(PROMPTS)
+    limit = shaped.config.rollout.max_response_length
+    full = [len(sample.completion.token_ids) == limit for sample in shaped.samples]
+    assert any(full)
+    for before, after, penalised in zip(plain.samples, shaped.samples, full, strict=True):
+        assert after.reward.score == before.reward.score - penalised
+
+
 def test_temperature_reaches_the_trainers_log_probs(tmp_path: Path) -> None:
     made = trainer(settings(tmp_path, "rollout.temperature=0.5"))
     metrics = made.step(PROMPTS)
