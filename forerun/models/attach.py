@@ -69,7 +69,7 @@ def attach(
             text_config.hidden_size, _copy_layer(layers[-1], k), make_norm, family.concat_order, family.final_norm
         ).to(dtype=norm.weight.dtype, device=norm.weight.device)
         _initialise(layer, norm, init, text_config.initializer_range, generator)
-        built.append(layer)
+        built.append(layer.requires_grad_(True))  # the copies of a frozen trunk's modules are frozen too
     block = MTPBlock(built, mtp.num_layers, family.recurrence)
     setattr(model.config, family.depth_key, len(built))
     return make_carrier(model, block, mtp, family)

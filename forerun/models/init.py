@@ -54,6 +54,7 @@ def fit_projection(
     yy, count = 0.0, 0
     for index, (input_ids, documents) in enumerate(rows):
         hidden = trunk_hidden(index)
+        input_ids, documents = input_ids.to(hidden.device), documents.to(hidden.device)
         target = depth_targets(input_ids, documents, torch.ones_like(documents, dtype=torch.bool), 0)
         # Depth 0's validity: the next token is in the same document, so h⁰_{i+1} follows from what the head reads.
         halves = [layer.hidden_norm(hidden), layer.embed_norm(embed(model, target.labels))]

@@ -82,6 +82,10 @@ def _load_trunk(
             path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        if "trust_remote_code" in str(error):
+            raise UsageError(
+                f"{path} brings Python files of its own: read them, and set trust_remote_code=true to run them"
+            ) from error
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(f"transformers cannot load {path}: {first_line}") from error
     finally:

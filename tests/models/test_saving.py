@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from forerun import MTPConfig, attach, load
 from forerun.checkpoint.reader import INDEX
+from forerun.config import ModelConfig
 from forerun.errors import ForerunError, UsageError
 from forerun.families import ATTACHED, MIMO
 from forerun.models.carrier import MTPCarrier, load_named_weights, named_weights
+from forerun.trainers.setup import load_model
 from tests.models.tiny import tiny_model, token_rows
 
 MIMO_LAYER = [
@@ -88,6 +90,24 @@ def test_remote_code_and_auto_map_are_carried_over(tmp_path: Path) -> None:
     load(tmp_path / "out").save_pretrained(tmp_path / "again")
     assert (tmp_path / "again" / "configuration_mimo.py").exists()
     assert json.loads((tmp_path / "again" / "config.json").read_text())["auto_map"] == config["auto_map"]
+
+
+def test_remote_code_runs_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out"
+    attach(tiny_model(dtype=torch.float32), MTPConfig(enable=True)).save_pretrained(path)
+    (path / "own_code.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((path / "config.json").read_text()) | {"model_type": "own"}
+    config["auto_map"] = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnForCausalLM"}
+    (path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    with pytest.raises(UsageError, match="trust_remote_code"):
+        load(path)
+    model = load_model(ModelConfig(str(path), trust_remote_code=True), MTPConfig(enable=True), torch.device("cpu"))
+    assert type(model).__name__ == "OwnForCausalLM" and isinstance(model, MTPCarrier)
 
 
 def test_disabled_mtp_skips_the_tensors_and_clears_the_key(tmp_path: Path) -> None:
@@ -245,6 +265,14 @@ def test_repeating_one_of_several_layers_is_refused_rather_than_dropping_the_oth
 def test_attach_refuses_a_second_block() -> None:
     with pytest.raises(UsageError, match="already"):
         attach(attach(tiny_model(), MTPConfig(enable=True)))
+
+
+def test_a_block_on_a_frozen_trunk_is_trainable_as_a_whole() -> None:
+    """The copied decoder layer must not inherit the freeze: half the head would silently stay as it was."""
+    model = attach(tiny_model().requires_grad_(False), MTPConfig(enable=True))
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        name for name, _ in model.named_parameters() if name.startswith("mtp.")
+    }
 
 
 def test_an_mtp_parameter_without_a_name_is_an_error() -> None:
