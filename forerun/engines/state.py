@@ -70,6 +70,7 @@ def whole_directory(directory: Path) -> Iterator[Path]:
     unfinished = directory.with_name(f".{directory.name}.unfinished")
     replaced = directory.with_name(f".{directory.name}.replaced")
     with failures(directory):
+        _put_back(replaced, directory)  # of a save that was killed between its two renames
         for leftover in (unfinished, replaced):
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -82,9 +83,15 @@ def whole_directory(directory: Path) -> Iterator[Path]:
             unfinished.rename(directory)
             _flush(directory.parent)
         except BaseException:
+            _put_back(replaced, directory)
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _put_back(replaced: Path, directory: Path) -> None:
+    if replaced.exists() and not directory.exists():
+        replaced.rename(directory)
 
 
 def _flush(path: Path) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from forerun.errors import ForerunError
 
 
@@ -44,11 +46,15 @@ def write_text(path: str | Path, text: str) -> None:
 
 @contextmanager
 def failures(path: str | Path) -> Iterator[None]:
-    """Turn an OSError about `path` into one line that says what to do."""
+    """Turn an OSError about `path`, or safetensors' own error for one, into one line that says what to do."""
     try:
         yield
     except OSError as error:
         raise ForerunError(describe(error, path)) from error
+    except SafetensorError as error:
+        raise ForerunError(
+            f"cannot write {path}: {error}; free some space and run again (what was written before is kept)"
+        ) from error
 
 
 def describe(error: OSError, path: str | Path) -> str:
