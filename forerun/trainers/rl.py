@@ -142,7 +142,10 @@ class RLTrainer:
     # ---- the run
 
     def train(self) -> Metrics:
-        """Train to the end, with checkpoints on the way, and export the model. Returns the last step's metrics.
+        """Train to the end, with checkpoints on the way, and export the model.
+
+        Returns:
+            the last step's metrics; none where a resumed run had no step left to do.
 
         Raises:
             ForerunError: see the engines, the alarms and the writers; checkpoints written before stay.

@@ -159,11 +159,20 @@ class RunDirectory:
     Args:
         config: the run's configuration dataclass, written as config.yaml.
         trainer: its trainer section.
+
+    Raises:
+        UsageError: `trainer.resume` is off and the directory holds another run's checkpoints.
     """
 
     def __init__(self, config: Any, trainer: TrainerConfig) -> None:
         self.trainer = trainer
         self.path = Path(trainer.output_dir)
+        # The newest checkpoints by step are kept and resumed from: an earlier run's would push this one's out.
+        if not trainer.resume and latest_checkpoint(self.path) is not None:
+            raise UsageError(
+                f"trainer.resume=false, and {self.path} holds an earlier run's checkpoints: "
+                "give another trainer.output_dir, or delete them"
+            )
         save_config(config, self.path)
         self.writers: Writers = make_writers(trainer.logger, self.path, asdict(config))
 

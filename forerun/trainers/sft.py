@@ -153,6 +153,8 @@ class SFTTrainer:
                     if last or run.is_due(config.save_freq, engine.global_step):
                         run.save(engine, {"order": self.order.state_dict()})
                     progress.advance(1, _note(metrics))
+            if not metrics:  # resumed when there was no step left to do
+                metrics.update(self.evaluate())
             self.export(run)
         return metrics
 

@@ -124,6 +124,23 @@ def test_an_interrupted_run_resumes_bit_identically(settings: list[str], tmp_pat
         assert torch.equal(tensor, expected[name]), name
 
 
+def test_a_finished_run_started_again_gives_its_held_out_figures(settings: list[str]) -> None:
+    first = trainer(settings, "trainer.total_steps=2").train()
+    again = trainer(settings, "trainer.total_steps=2").train()
+    held_out = {name: value for name, value in first.items() if name.startswith("val/")}
+    assert held_out and again == held_out
+
+
+def test_a_new_run_does_not_share_a_directory_with_an_earlier_ones_checkpoints(
+    settings: list[str], tmp_path: Path
+) -> None:
+    trainer(settings, "trainer.total_steps=2").train()
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    with pytest.raises(UsageError, match="earlier run's checkpoints"):
+        trainer(settings, "trainer.total_steps=1", "trainer.resume=false").train()
+    assert (tmp_path / "run" / "config.yaml").read_text() == config
+
+
 @pytest.mark.parametrize("cached", [False, True])
 def test_head_only_training_on_a_frozen_trunk(settings: list[str], cached: bool) -> None:
     made = trainer(
