@@ -67,9 +67,10 @@ class DataConfig:
     val_max_samples: int | None = _number(None, ge=1)
     shuffle: bool = True
     on_bad_row: Literal["error", "skip"] = "error"
-    # SFT only: tokens a row holds, whether short documents share one, what becomes of a longer document.
+    # SFT only: tokens a row holds, and whether short documents share one.
     max_length: int = _number(1024, ge=2)
     packing: bool = True
+    # A document longer than max_length (SFT), or a prompt longer than rollout.max_prompt_length (RL; not truncate).
     on_too_long: Literal["error", "skip", "truncate"] = "error"
 
 
@@ -162,7 +163,7 @@ class AlgorithmConfig:
 
     adv_estimator: Literal["grpo"] = "grpo"
     norm_adv_by_std_in_grpo: bool = True
-    clip_ratio_low: float = _number(0.2, gt=0, le=1)
+    clip_ratio_low: float = _number(0.2, gt=0, lt=1)
     clip_ratio_high: float = _number(0.2, gt=0)
     loss_agg_mode: LossAggMode = "token-mean"
 
@@ -254,6 +255,8 @@ class RLConfig:
                 f"train_batch_size={self.train_batch_size} is no multiple of "
                 f"ppo_mini_batch_size={self.ppo_mini_batch_size}"
             )
+        if self.data.on_too_long == "truncate":
+            raise UsageError("data.on_too_long=truncate would cut off what a prompt ends with: use error or skip")
         if self.algorithm.adv_estimator == "grpo" and self.rollout.n < 2:
             raise UsageError("rollout.n=1 gives grpo nothing to compare a response with: use at least 2")
         buffer, limit = self.reward.overlong_buffer, self.rollout.max_response_length

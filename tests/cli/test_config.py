@@ -70,6 +70,8 @@ BAD = [
     ("rollout.n=1", "rollout.n=1 gives grpo nothing to compare"),
     ("rollout.temperature=0", "rollout.temperature=0 samples the same response every time"),
     ("reward.overlong_buffer={enable: true, len: 999}", "reward.overlong_buffer.len=999 is longer than"),
+    ("data.on_too_long=truncate", "data.on_too_long=truncate would cut off what a prompt ends with"),
+    ("algorithm.clip_ratio_low=1", "algorithm.clip_ratio_low=1.0 must be less than 1"),
     ("rollout.top_p=0", "rollout.top_p=0.0 must be greater than 0"),
     ("rollout.engine=turbo", "rollout.engine=turbo must be one of native"),
     ("ppo_mini_batch_size=3", "train_batch_size=8 is no multiple of ppo_mini_batch_size=3"),
