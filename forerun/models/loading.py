@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -78,7 +79,7 @@ def _load_trunk(
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # the block's tensors are "unexpected" to the trunk; we account for them
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
@@ -90,9 +91,10 @@ def _load_trunk(
         raise UsageError(f"transformers cannot load {path}: {first_line}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
+    model, found = loaded
     if missing := sorted(found["missing_keys"]):  # transformers has filled them with random numbers
         raise UsageError(f"{path} lacks {len(missing)} of the trunk's weights, first {missing[0]}: restore them")
-    return model
+    return cast(PreTrainedModel, model)
 
 
 @torch.no_grad()
