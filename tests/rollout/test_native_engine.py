@@ -10,6 +10,7 @@ import torch
 
 from forerun.errors import ForerunError, UsageError
 from forerun.models.attach import attach
+from forerun.models.carrier import named_weights
 from forerun.mtp.config import MTPConfig
 from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.native.products import ProductTable, TunedLinear, product
@@ -373,3 +374,22 @@ def test_smollm2_greedy_text_equals_transformers(smollm2_dir: Path) -> None:
     engine = engine_of(model, draft_vocabulary=torch.arange(8192), max_num_seqs=3)
     for engine.num_speculative_tokens in (0, 2):
         assert texts(engine.generate(tiny.requests(rows, max_tokens=16, temperature=0))) == expected
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_restricted_drafters_head_follows_the_update_with_its_bias(tied: bool) -> None:
+    model = tiny.trunk(tied=tied)
+    head = torch.nn.Linear(32, tiny.VOCAB, dtype=torch.float64)
+    if tied:
+        head.weight = model.get_input_embeddings().weight
+    model.set_output_embeddings(head)
+    carrier = attach(model, MTPConfig(True)).eval()
+    words = torch.tensor([3, 5, 8])
+    engine = engine_of(carrier, draft_vocabulary=words)
+    with torch.no_grad():
+        for parameter in carrier.parameters():
+            parameter.add_(0.5)
+    assert not torch.equal(engine.runner.head.bias, head.bias)  # a copy of its own
+    engine.update_weights(named_weights(carrier), 1)
+    assert torch.equal(engine.runner.draft_head.weight, head.weight[words])
+    assert torch.equal(engine.runner.draft_head.bias, head.bias[words])

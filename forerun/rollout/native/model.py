@@ -67,7 +67,10 @@ class ModelRunner:
         self.embedding = copies.copy(trunk.get_input_embeddings().weight)
         head: Any = model.get_output_embeddings()
         shared = copies.view_of(head.weight)
-        self.head = copies.linear(head) if shared is None else TunedLinear(shared, head.bias, self.table)
+        if shared is None:
+            self.head = copies.linear(head)
+        else:
+            self.head = TunedLinear(shared, None if head.bias is None else copies.copy(head.bias), self.table)
         self._rotary_module = copy.deepcopy(trunk.rotary_emb).to(device)
         self.block = _copy_block(model.mtp, len(self.layers), copies) if isinstance(model, MTPCarrier) else None
         self.draft_vocabulary = _sorted_vocabulary(draft_vocabulary, self.vocab_size, device)
@@ -156,6 +159,8 @@ class ModelRunner:
         """After the weights changed: remake what was derived from them."""
         if self.draft_vocabulary is not None:
             self.draft_head.weight.copy_(self.head.weight[self.draft_vocabulary])
+            if self.head.bias is not None and self.draft_head.bias is not None:
+                self.draft_head.bias.copy_(self.head.bias[self.draft_vocabulary])
 
     def _make_draft_head(self) -> TunedLinear:
         if self.draft_vocabulary is None:
