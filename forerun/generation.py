@@ -16,6 +16,7 @@ from forerun.models.carrier import MTPCarrier
 from forerun.models.loading import load
 from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import Completion, Request, SamplingParams
+from forerun.trainers.experience import speculation_figures
 from forerun.trainers.setup import load_tokenizer
 
 
@@ -83,9 +84,10 @@ def figures(completions: Sequence[Completion], seconds: float) -> str:
     """One line: tokens, rate, and what was drafted and accepted."""
     tokens = sum(len(completion.token_ids) for completion in completions)
     line = f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.1f} tokens/s)"
-    drafted = sum(completion.spec_num_draft_tokens or 0 for completion in completions)
-    accepted = sum(completion.spec_num_accepted_tokens or 0 for completion in completions)
-    steps = sum(completion.spec_num_verify_steps or 0 for completion in completions)
-    if not steps:
+    found = speculation_figures(completions)
+    if not found["acceptance_length"]:
         return f"{line}, without drafting"
-    return f"{line}, {accepted} of {drafted} drafted tokens accepted, acceptance length {1 + accepted / steps:.2f}"
+    return (
+        f"{line}, {found['spec_num_accepted_tokens']:.0f} of {found['spec_num_draft_tokens']:.0f} drafted tokens "
+        f"accepted, acceptance length {found['acceptance_length']:.2f}"
+    )

@@ -29,6 +29,15 @@ class Drafts(NamedTuple):
     probs: Tensor | None
 
 
+def check_draftable(block: MTPBlock) -> None:
+    """Raise a `UsageError` for a block of several layers."""
+    if len(block.layers) > 1:
+        raise UsageError(
+            f"drafting with an MTP block of num_layers={len(block.layers)} is not supported: "
+            "use num_layers=1 or repeat_layer=true, or roll out with num_speculative_tokens=0"
+        )
+
+
 class Drafter:
     """Drafts with one MTP layer.
 
@@ -53,11 +62,7 @@ class Drafter:
         decoder_kwargs: Callable[[Tensor, int], dict[str, Any]],
         vocabulary: Tensor | None = None,
     ) -> None:
-        if len(block.layers) > 1:
-            raise UsageError(
-                f"drafting with an MTP block of num_layers={len(block.layers)} is not supported: "
-                "use num_layers=1 or repeat_layer=true, or roll out with num_speculative_tokens=0"
-            )
+        check_draftable(block)
         self.block = block
         self.embed = embed
         self.project = project

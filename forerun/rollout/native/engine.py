@@ -21,6 +21,7 @@ from forerun.rollout.native.sampler import draw_uniforms
 from forerun.rollout.native.scheduler import Running, check_requests
 from forerun.rollout.protocol import Completion, NamedTensors, Request
 from forerun.rollout.sync import check_complete, digest
+from forerun.speculative.drafter import check_draftable
 
 
 class NativeEngine:
@@ -149,11 +150,7 @@ class NativeEngine:
             raise UsageError(f"num_speculative_tokens={depth} must not be negative (0 switches drafting off)")
         if self.runner.block is None or depth == 0:
             return 0
-        if self.runner.drafter is None:
-            raise UsageError(
-                f"drafting with an MTP block of num_layers={len(self.runner.block.layers)} is not supported: "
-                "use num_layers=1 or repeat_layer=true, or roll out with num_speculative_tokens=0"
-            )
+        check_draftable(self.runner.block)
         if self.acceptance == "greedy":
             for request in requests:
                 if request.sampling.temperature > 0:
