@@ -27,7 +27,6 @@ class OptimizerConfig:
         lr_scheduler_type: a name that transformers.get_scheduler knows.
         warmup_steps: optimizer steps of linear warm-up.
         total_steps: length of a decaying schedule; not needed by constant ones.
-        scheduler_kwargs: further arguments of the schedule, e.g. {"min_lr_rate": 0.1} for cosine_with_min_lr.
     """
 
     lr: float = 1e-5
@@ -39,7 +38,6 @@ class OptimizerConfig:
     lr_scheduler_type: str = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None
-    scheduler_kwargs: dict[str, Any] | None = None
 
 
 @dataclass
@@ -95,7 +93,6 @@ def build_optimizer(
             optimizer,
             num_warmup_steps=config.warmup_steps,
             num_training_steps=config.total_steps,
-            scheduler_specific_kwargs=config.scheduler_kwargs,
         )
     except ValueError as error:
         raise UsageError(f"lr_scheduler_type={config.lr_scheduler_type!r} cannot be used: {error}") from None

@@ -66,8 +66,6 @@ class TorchEngineConfig:
         chunk_size: positions whose logits exist at once in the main loss.
         autocast: dtype of torch.autocast for the forward pass; None computes in the weights' own dtype.
         activation_recompute: keep only layer inputs and run each layer again in backward.
-        compare_with_trunk: measure the head's agreement with the trunk in training steps too; soft losses always do,
-            "ce" pays one more projection for it. Evaluation always measures it.
         on_nonfinite: "stop" raises NonFiniteError; "skip" drops the step, which leaves the weights alone.
     """
 
@@ -76,7 +74,6 @@ class TorchEngineConfig:
     chunk_size: int = 1024
     autocast: Literal["bfloat16", "float16"] | None = None
     activation_recompute: bool = False
-    compare_with_trunk: bool = False
     on_nonfinite: Literal["stop", "skip"] = "stop"
 
 
@@ -164,14 +161,7 @@ class TorchEngine:
                 hidden_states = self.trunk_hidden_states(batch) if frozen else self._run_trunk(batch)
                 if self.train_mtp:
                     assert isinstance(self.model, MTPCarrier)
-                    mtp = self.mtp_loss(
-                        self.model,
-                        hidden_states,
-                        batch,
-                        counts,
-                        temperature=temperature,
-                        compare_with_trunk=self.config.compare_with_trunk,
-                    )
+                    mtp = self.mtp_loss(self.model, hidden_states, batch, counts, temperature=temperature)
                     losses.append(mtp.loss)
                     merge_metrics(metrics, {"mtp_loss": mtp.loss.detach()})
                     stats = mtp.stats if stats is None else stats.merge(mtp.stats)

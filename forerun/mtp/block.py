@@ -65,7 +65,7 @@ class MTPBlock(nn.Module):
     """The depths 1..D: a layer each, or one layer repeated.
 
     Args:
-        layers: D layers, or a single one with `repeat_layer`.
+        layers: D layers, or a single one that every depth repeats.
         num_depths: D.
         recurrence: whether the next depth takes the hidden after the final norm or before it.
     """
@@ -79,10 +79,6 @@ class MTPBlock(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.num_depths = num_depths
         self.recurrence: Recurrence = recurrence
-
-    @property
-    def repeat_layer(self) -> bool:
-        return len(self.layers) == 1 and self.num_depths > 1
 
     def layer(self, depth: int) -> MTPLayer:
         """The layer that runs at a depth (from 1)."""

@@ -123,7 +123,6 @@ def fused_loss(
     *,
     chunk_size: int,
     teacher_hidden: Tensor | None = None,
-    teacher_project: Project | None = None,
     projection_parameters: Sequence[Tensor] = (),
     compare_with_trunk: bool = False,
 ) -> ChunkResult:
@@ -136,7 +135,6 @@ def fused_loss(
         spec: the loss.
         chunk_size: positions whose logits exist at once.
         teacher_hidden: [N, d], the trunk's hiddens that predict the same tokens. Never receives a gradient.
-        teacher_project: projection for the teacher; `project` if None.
         projection_parameters: tensors used inside `project` that the loss trains. Those left out get no gradient,
             which is how the LM head is isolated.
         compare_with_trunk: also count agreement with the trunk (one more projection for kind "ce").
@@ -155,7 +153,7 @@ def fused_loss(
             label_hits = label_hits + (best == labels[part]).sum()
             if with_teacher:
                 assert teacher_hidden is not None
-                teacher_logits = (teacher_project or project)(teacher_hidden[part])
+                teacher_logits = project(teacher_hidden[part])
                 agrees[part] = best == teacher_logits.argmax(dim=-1)
                 p = (_at_least_float32(teacher_logits) / spec.temperature).softmax(dim=-1)
                 q = (_at_least_float32(logits) / spec.temperature).softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""What a run found, in one `summary.json` and one table: figures, seeds, wall times, versions and the machine."""
+"""What a run found, in one `summary.json`: figures, seeds, wall times, versions and the machine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from forerun import __version__
 from forerun.errors import ForerunError
 from forerun.report.atomic import write_text
-from forerun.report.progress import duration
 
 SUMMARY = "summary.json"
 
@@ -38,7 +33,7 @@ class Summary:
 
     Attributes:
         figures: phase -> name -> figure.
-        wall_seconds: phase -> seconds, of phases that ended; a phase run twice adds up.
+        wall_seconds: phase -> seconds, of phases that ended; a phase run again counts as it ran last.
 
     Args:
         output_dir: where `summary.json` goes. One that is there already is continued: its figures and wall times are
@@ -91,29 +86,6 @@ class Summary:
         """
         write_text(self.path, json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n")
         return self.path
-
-    def table(self) -> Table:
-        """The figures by phase, one a row, nested names joined by dots."""
-        table = Table(title="Summary", title_justify="left", show_lines=False)
-        table.add_column("phase", style="bold")
-        table.add_column("figure")
-        table.add_column("value", justify="right", overflow="fold")
-        for phase, figures in self.figures.items():
-            label = phase
-            for name, value in _flat(figures):
-                table.add_row(Text(label), Text(name), Text(_readable(value)))  # Text: brackets in it are no markup
-                label = ""
-            if phase in self.wall_seconds:
-                table.add_row(Text(label), "wall time", duration(self.wall_seconds[phase]))
-            table.add_section()
-        table.add_row("all", "wall time", duration(sum(self.wall_seconds.values())))
-        return table
-
-    def print(self, console: Console | None = None) -> None:
-        """Print the table and where the file is, on stdout unless told otherwise."""
-        console = console or Console()
-        console.print(self.table())
-        console.print(f"written to {self.path}", highlight=False, soft_wrap=True)
 
 
 def read_summary(path: str | Path) -> dict[str, Any]:
@@ -195,26 +167,3 @@ def _plain(value: Figure) -> Any:
     if hasattr(value, "item"):  # a numpy or torch scalar
         return _plain(value.item())
     raise TypeError(f"a figure must be a number, text, list or mapping, not {type(value).__name__}")
-
-
-def _flat(figures: Mapping[str, Figure], prefix: str = "") -> Iterator[tuple[str, Figure]]:
-    for name, value in figures.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + str(name), value
-
-
-def _readable(value: Figure) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    if isinstance(value, list | tuple):
-        shown = [_readable(inner) for inner in value[:8]]
-        return ", ".join(shown) + (f", ... ({len(value)})" if len(value) > 8 else "")
-    return str(_plain(value)) if not isinstance(value, str) else value

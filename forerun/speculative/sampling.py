@@ -86,8 +86,3 @@ def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
     # A product that rounds up to the total would fall off the end.
     point = torch.minimum(uniforms.double()[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(mass, point, right=True).squeeze(-1).clamp_(max=probs.shape[-1] - 1)
-
-
-def gather_log_probs(probs: Tensor, tokens: Tensor) -> Tensor:
-    """log p(token), [...] from probabilities [..., V] and tokens [...]."""
-    return probs.gather(-1, tokens[..., None]).squeeze(-1).log()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -105,12 +105,3 @@ class Alarms:
             raise AlarmError(alarm.message)
         if first:
             logger.warning(alarm.message)
-
-
-def describe(alarms: Sequence[Alarm]) -> list[str]:
-    """One line per kind of alarm, the first of each, with how often it was raised."""
-    lines = []
-    for name in dict.fromkeys(alarm.name for alarm in alarms):
-        same = [alarm for alarm in alarms if alarm.name == name]
-        lines.append(same[0].message + (f" (and {len(same) - 1} times after)" if len(same) > 1 else ""))
-    return lines

@@ -16,18 +16,12 @@ from forerun.data.batch import Batch
 from forerun.data.packing import Document, pack
 
 
-def make_rows(documents: Sequence[Document], max_length: int, packing: bool, pad_token_id: int = 0) -> list[Batch]:
+def make_rows(documents: Sequence[Document], max_length: int, packing: bool) -> list[Batch]:
     """One Batch [1, S] per row, S its own length; `packing` puts several documents into a row."""
-    return pack(
-        documents,
-        max_length,
-        micro_batch_size=1,
-        layout="packed" if packing else "padded",
-        pad_token_id=pad_token_id,
-    )
+    return pack(documents, max_length, micro_batch_size=1, layout="packed" if packing else "padded")
 
 
-def stack_rows(rows: Sequence[Batch], pad_token_id: int = 0) -> Batch:
+def stack_rows(rows: Sequence[Batch]) -> Batch:
     """Rows of any lengths as one Batch, padded on the right to the longest."""
     width = max(row.input_ids.shape[1] for row in rows)
 
@@ -40,7 +34,7 @@ def stack_rows(rows: Sequence[Batch], pad_token_id: int = 0) -> Batch:
         return torch.cat([row.position_ids, torch.arange(width - length).expand(count, -1)], dim=1)
 
     return Batch(
-        input_ids=padded([r.input_ids for r in rows], pad_token_id),
+        input_ids=padded([r.input_ids for r in rows], 0),
         position_ids=torch.cat([positions(r) for r in rows]),
         document_ids=padded([r.document_ids for r in rows], -1),
         loss_mask=padded([r.loss_mask for r in rows], 0),
@@ -48,9 +42,6 @@ def stack_rows(rows: Sequence[Batch], pad_token_id: int = 0) -> Batch:
     )
 
 
-def micro_batches(rows: Sequence[Batch], micro_batch_size: int, pad_token_id: int = 0) -> list[Batch]:
+def micro_batches(rows: Sequence[Batch], micro_batch_size: int) -> list[Batch]:
     """Split one step's rows, in order, into micro-batches of at most `micro_batch_size` rows."""
-    return [
-        stack_rows(rows[start : start + micro_batch_size], pad_token_id)
-        for start in range(0, len(rows), micro_batch_size)
-    ]
+    return [stack_rows(rows[start : start + micro_batch_size]) for start in range(0, len(rows), micro_batch_size)]

@@ -51,9 +51,7 @@ def set_advantages(samples: Sequence[Sample], normalize_by_std: bool) -> None:
         sample.advantage = advantage
 
 
-def sample_batches(
-    samples: Sequence[Sample], micro_batch_size: int, temperature: float, pad_token_id: int = 0
-) -> list[Batch]:
+def sample_batches(samples: Sequence[Sample], micro_batch_size: int, temperature: float) -> list[Batch]:
     """Micro-batches of at most `micro_batch_size` responses each, packed; longest responses first.
 
     The extras are advantages and rollout_log_probs (at the sampling temperature), on the response's tokens.
@@ -75,7 +73,7 @@ def sample_batches(
             for sample in ordered[start : start + micro_batch_size]
         ]
         longest = max(len(document) for document in documents)
-        batches += pack(documents, longest, len(documents), pad_token_id=pad_token_id)
+        batches += pack(documents, longest, len(documents))
     return batches
 
 

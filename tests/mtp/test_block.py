@@ -53,7 +53,7 @@ def test_one_layer_repeated_shares_its_parameters() -> None:
     torch.manual_seed(0)
     layer = make_layer()
     block = MTPBlock([layer], 2)
-    assert block.repeat_layer
+    assert len(block.layers) == 1 < block.num_depths
     hidden, embedded = torch.randn(1, 4, D, dtype=torch.float64), torch.randn(1, 4, D, dtype=torch.float64)
     first, second = block(hidden, lambda _: embedded)
     torch.testing.assert_close(second, layer(first, embedded)[0])

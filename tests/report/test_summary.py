@@ -1,8 +1,7 @@
-"""summary.json holds what was found, whole and valid, and the table shows all of it."""
+"""summary.json holds what was found, whole and valid."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 import forerun
 from forerun.errors import ForerunError
@@ -63,27 +61,6 @@ def test_a_phase_that_fails_leaves_the_earlier_ones_on_disk(tmp_path: Path) -> N
     with pytest.raises(RuntimeError), summary.phase("rl"):
         raise RuntimeError
     assert read_summary(tmp_path / "summary.json")["wall_seconds"].keys() == {"sft"}
-
-
-def test_the_table_shows_every_figure(tmp_path: Path) -> None:
-    summary = Summary(tmp_path)
-    summary.wall_seconds["rollout"] = 61.0
-    summary.add(
-        "rollout", plain={"tokens_per_second": 17.994}, tokens=134_515_008, same=True, unknown=None, text="[bold]x[/y]"
-    )
-    out = io.StringIO()
-    summary.print(Console(file=out, width=100))
-    rows = [line.replace("│", " ").split() for line in out.getvalue().splitlines()]
-    for row in (
-        ["rollout", "plain.tokens_per_second", "17.99"],
-        ["tokens", "134,515,008"],
-        ["same", "yes"],
-        ["unknown", "-"],
-        ["text", "[bold]x[/y]"],
-        ["wall", "time", "1:01"],
-        ["written", "to", str(summary.path)],
-    ):
-        assert row in rows
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "\xff"])
