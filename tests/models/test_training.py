@@ -200,6 +200,19 @@ def test_heads_isolation_leaves_every_trunk_gradient_bit_identical(path, depths:
             assert grad is not None and grad.abs().sum() > 0, name
 
 
+@pytest.mark.parametrize("repeat", [True, False])
+def test_isolation_cuts_the_trunk_off_and_no_depth_from_the_ones_before(repeat: bool) -> None:
+    """The same forward, so the block's own gradients are those of joint training: depth 2's loss reaches block 1."""
+    ids, labels = token_rows(2, 12), token_rows(2, 12).masked_fill(torch.arange(12) < 4, -100)
+    found = []
+    for isolated in (True, False):
+        model = carrier(3, tied=False, detach_encoder=isolated, repeat_layer=repeat)
+        train_by_forward(model, ids, labels)
+        found.append({name: grad for name, grad in gradients(model).items() if name.startswith("mtp.")})
+    for name, grad in found[1].items():
+        torch.testing.assert_close(found[0][name], grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
 @pytest.mark.parametrize("path", ENTRY_PATHS)
 def test_joint_training_reaches_trunk_embedding_and_head(path) -> None:
     ids, labels = token_rows(2, 12), token_rows(2, 12)
