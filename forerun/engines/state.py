@@ -135,7 +135,7 @@ def restore_optimizer(
     """Put `optimizer_tensors`' result back.
 
     Raises:
-        ForerunError: a parameter's state is missing or belongs to no parameter of this optimizer, or has another shape.
+        ForerunError: state that belongs to no parameter of this optimizer, or has another shape.
     """
     state: dict[str, dict[str, Tensor]] = {}
     for full_name, value in tensors.items():
@@ -151,12 +151,6 @@ def restore_optimizer(
                 "the checkpoint belongs to another model"
             )
         state.setdefault(name, {})[key] = value
-    if state and (missing := sorted(named.keys() - state.keys())):
-        # A parameter that never got a gradient has no state; that is only possible where it had none when saved.
-        raise ForerunError(
-            f"the checkpoint has no optimizer state for {missing[0]} (and {len(missing) - 1} more): "
-            "resume with the same train_trunk and mtp settings"
-        )
     optimizer.state.clear()
     for name, entries in state.items():
         parameter = named[name]
@@ -210,6 +204,8 @@ def write_state(
     schedule = {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"}
     content = {
         "global_step": global_step,
+        # Not all of them need have optimizer state: an expert that no token reached has never had a gradient.
+        "trained": sorted(named),
         "scheduler": schedule,
         "learning_rates": [group["lr"] for group in optimizer.param_groups],
         "random": random_values,
@@ -231,14 +227,20 @@ def read_state(
     """
     try:
         content = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
+        trained = set(content["trained"])
         moments = load_file(directory / OPTIMIZER_FILE)
         randoms = load_file(directory / RANDOM_FILE)
     except FileNotFoundError as error:
         raise ForerunError(
             f"{directory} is not a training checkpoint: {Path(error.filename or '').name or error} is missing"
         ) from None
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ForerunError(f"{directory} cannot be read ({error}): resume from an older checkpoint") from error
+    if missing := sorted(named.keys() - trained):
+        raise ForerunError(
+            f"the checkpoint was made without training {missing[0]} (and {len(missing) - 1} more): "
+            "resume with the same train_trunk and mtp settings"
+        )
     restore_optimizer(optimizer, named, moments)
     scheduler.load_state_dict({**content["scheduler"], "lr_lambdas": [None] * len(optimizer.param_groups)})
     for group, lr in zip(optimizer.param_groups, content["learning_rates"], strict=True):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -19,7 +18,7 @@ from forerun.data.packing import Document
 from forerun.engines.hidden_cache import HiddenCache
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import NonFiniteError, TrainingEngine, predicted_mask
-from forerun.engines.state import checkpoints, latest_checkpoint, prune_checkpoints, whole_directory
+from forerun.engines.state import checkpoints, latest_checkpoint, prune_checkpoints
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.errors import ForerunError, UsageError
 from forerun.models.attach import attach
@@ -397,38 +396,6 @@ def test_an_interrupted_save_leaves_the_last_whole_checkpoint(tmp_path: Path, mo
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-2", "checkpoint-10"]
     prune_checkpoints(tmp_path, keep=2)
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-10"]
-
-
-def test_a_checkpoint_being_replaced_is_never_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped between the two renames: the old one is put back, at once or, after a kill, by the next save."""
-    target = tmp_path / "checkpoint-1"
-
-    def write(text: str) -> None:
-        with whole_directory(target) as unfinished:
-            (unfinished / "file").write_text(text)
-
-    write("old")
-    rename = Path.rename
-
-    def interrupted(self: Path, to: Path) -> Path:
-        if self.name.endswith(".unfinished"):
-            raise KeyboardInterrupt
-        return rename(self, to)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            write("new")
-    assert (target / "file").read_text() == "old"
-
-    target.rename(tmp_path / ".checkpoint-1.replaced")
-    with pytest.raises(ForerunError, match="free some space"), whole_directory(target) as unfinished:
-        (unfinished / "file").write_text("half")
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-    assert (target / "file").read_text() == "old"
-    write("new")
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
-    assert (target / "file").read_text() == "new"
 
 
 def test_evaluation_measures_agreement_and_leaves_no_gradient() -> None:
