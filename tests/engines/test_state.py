@@ -1,0 +1,65 @@
+"""Resume state on disk: replaced whole or not at all, and for the parameters that were trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from forerun.engines.state import read_state, whole_directory, write_state
+from forerun.errors import ForerunError
+
+
+def test_a_checkpoint_being_replaced_is_never_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped between the two renames: the old one is put back, at once or, after a kill, by the next save."""
+    target = tmp_path / "checkpoint-1"
+
+    def write(text: str) -> None:
+        with whole_directory(target) as unfinished:
+            (unfinished / "file").write_text(text)
+
+    write("old")
+    rename = Path.rename
+
+    def interrupted(self: Path, to: Path) -> Path:
+        if self.name.endswith(".unfinished"):
+            raise KeyboardInterrupt
+        return rename(self, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write("new")
+    assert (target / "file").read_text() == "old"
+
+    target.rename(tmp_path / ".checkpoint-1.replaced")
+    with pytest.raises(ForerunError, match="free some space"), whole_directory(target) as unfinished:
+        (unfinished / "file").write_text("half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+    assert (target / "file").read_text() == "old"
+    write("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert (target / "file").read_text() == "new"
+
+
+def adam(model: nn.Module) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+def test_a_parameter_that_never_had_a_gradient_does_not_stop_a_resume(tmp_path: Path) -> None:
+    """An expert of a mixture that no token has reached yet, for instance."""
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
+    optimizer, schedule = adam(model)
+    model["used"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    named = dict(model.named_parameters())
+    write_state(tmp_path, optimizer, schedule, named, 1, {"place": 7})
+    again, again_schedule = adam(model)
+    assert read_state(tmp_path, again, again_schedule, named) == (1, {"place": 7})
+    assert {id(p) for p in again.state} == {id(p) for p in model["used"].parameters()}
+    with pytest.raises(ForerunError, match=r"without training new\.weight"):
+        read_state(tmp_path, again, again_schedule, named | {"new.weight": nn.Parameter(torch.ones(2))})
