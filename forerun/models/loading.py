@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers import logging as transformers_logging
 
@@ -17,6 +17,8 @@ from forerun.families import FamilyRecord, declared_depth, family_of, present_de
 from forerun.models.attach import attach
 from forerun.models.carrier import MTPCarrier, mtp_weight_names
 from forerun.mtp.config import MTPConfig
+
+logger = logging.getLogger(__name__)
 
 
 def load(
@@ -55,7 +57,7 @@ def load(
         raise UsageError(f"{path} carries no MTP block: attach one with forerun.attach(model, mtp)")
     if mtp is not None and mtp.enable and mtp.repeat_layer and depth > 1:
         raise UsageError(f"mtp.repeat_layer=true repeats one layer, and {path} holds {depth}: set it to false")
-    model = _load_trunk(reader, family, dtype, trust_remote_code)
+    model = _load_trunk(reader, family, depth, dtype, trust_remote_code)
     if depth == 0:
         return model
     if mtp is not None and not mtp.enable:
@@ -69,31 +71,34 @@ def load(
 
 
 def _load_trunk(
-    reader: CheckpointReader, family: FamilyRecord, dtype: torch.dtype, trust_remote_code: bool
+    reader: CheckpointReader, family: FamilyRecord, depth: int, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
     path = reader.path
     config = None
-    if family.trunk_model_type is not None:
-        own = {k: v for k, v in reader.config.items() if k not in ("model_type", "architectures", "auto_map")}
-        config = AutoConfig.for_model(family.trunk_model_type, **own)
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # the block's tensors are "unexpected" to the trunk; we account for them
     try:
+        if family.trunk_model_type is not None:
+            own = {k: v for k, v in reader.config.items() if k not in ("model_type", "architectures", "auto_map")}
+            config = AutoConfig.for_model(family.trunk_model_type, **own)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except Exception as error:  # a wrong value in config.json ends in whatever the model's code makes of it
         if "trust_remote_code" in str(error):
             raise UsageError(
                 f"{path} brings Python files of its own: read them, and set trust_remote_code=true to run them"
             ) from error
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"transformers cannot load {path}: {first_line}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UsageError(f"transformers cannot load {path}: check config.json and weights ({reason:.200})") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
     model, found = loaded
     if missing := sorted(found["missing_keys"]):  # transformers has filled them with random numbers
         raise UsageError(f"{path} lacks {len(missing)} of the trunk's weights, first {missing[0]}: restore them")
+    blocks = tuple(prefix.format(k=k) for _, prefix in family.tensor_names for k in range(depth))
+    if unused := sorted(name for name in found["unexpected_keys"] if not name.startswith(blocks)):
+        logger.warning("%s holds %d tensors that config.json has no use for, first %s", path, len(unused), unused[0])
     return cast(PreTrainedModel, model)
 
 

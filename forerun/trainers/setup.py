@@ -58,9 +58,11 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     CheckpointReader(config.path)
     try:
         return AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(f"{config.path} has no usable tokenizer ({reason}): copy the tokenizer files there") from error
+    except Exception as error:  # tokenizers raises bare Exceptions
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UsageError(
+            f"{config.path} has no usable tokenizer ({reason:.200}): copy the tokenizer files there"
+        ) from error
 
 
 def carries_mtp(config: ModelConfig) -> bool:

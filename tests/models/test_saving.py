@@ -215,6 +215,8 @@ def broken(tmp_path: Path, how: str) -> Path:
         config.write_text(
             config.read_text().replace('"num_nextn_predict_layers": 1', '"num_nextn_predict_layers": "a"')
         )
+    elif how == "wrong value":
+        config.write_text(config.read_text().replace('"num_attention_heads": 4', '"num_attention_heads": 0'))
     elif how == "wrong shape":
         tensors = load_file(weights)
         tensors["model.mtp_layers.0.input_proj.weight"] = tensors["model.mtp_layers.0.input_proj.weight"][:, :3].clone()
@@ -240,6 +242,7 @@ def broken(tmp_path: Path, how: str) -> Path:
         ("trunk weight gone", "lacks 1 of the trunk's weights, first model.layers.1.mlp.up_proj.weight"),
         ("broken shard", "cannot"),
         ("depth is no number", "num_nextn_predict_layers='a'"),
+        ("wrong value", "check config.json"),
         ("wrong shape", "has shape"),
         ("missing shard", "lacks model-00001-of-00002.safetensors"),
     ],
@@ -248,6 +251,18 @@ def test_a_broken_checkpoint_is_named_in_one_line(tmp_path: Path, how: str, mess
     with pytest.raises(ForerunError, match=message) as caught:
         load(broken(tmp_path, how), MTPConfig(enable=True))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_tensors_without_a_use_are_named(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    family = {"llama": ATTACHED, "qwen2": MIMO}[kind]
+    attach(tiny_model(kind), MTPConfig(enable=True, num_layers=2), family=family).save_pretrained(tmp_path / "out")
+    load(tmp_path / "out")
+    assert not caplog.messages
+    weights = tmp_path / "out" / "model.safetensors"
+    save_file(load_file(weights) | {"model.layers.2.mlp.up_proj.weight": torch.zeros(1)}, weights, {"format": "pt"})
+    load(tmp_path / "out")
+    assert "holds 1 tensors that config.json has no use for, first model.layers.2.mlp.up_proj" in caplog.text
 
 
 def test_enable_on_a_checkpoint_without_mtp_says_how_to_attach(tmp_path: Path) -> None:
