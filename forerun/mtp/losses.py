@@ -111,7 +111,7 @@ class _FusedLoss(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         grads: list[Tensor | None] = []
         for index, needed in enumerate(ctx.needs_input_grad):
-            grads.append(None if index in (1, 2) or not needed else saved.pop(0) * grad.to(ctx.saved_tensors[0].dtype))
+            grads.append(None if index in (1, 2) or not needed else saved.pop(0) * grad)
         return tuple(grads)
 
 

@@ -91,6 +91,15 @@ def test_parameters_left_out_get_no_gradient(inputs: dict[str, Tensor]) -> None:
     assert hidden.grad is not None and hidden.grad.abs().sum() > 0
 
 
+def test_the_scale_of_the_loss_is_not_rounded_to_the_hiddens_dtype(inputs: dict[str, Tensor]) -> None:
+    hidden = inputs["hidden"].bfloat16().requires_grad_()
+    weight = inputs["weight"].bfloat16()
+    loss = fused_loss(hidden, inputs["labels"], lambda h: h @ weight.T, LossSpec("ce"), chunk_size=7).loss
+    (unscaled,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    (scaled,) = torch.autograd.grad(loss * 0.1 / 7, hidden)
+    assert scaled.dtype == torch.bfloat16 and torch.equal(scaled, (unscaled.float() * (0.1 / 7)).bfloat16())
+
+
 def test_counts_equal_the_definitions(inputs: dict[str, Tensor]) -> None:
     def project(h: Tensor) -> Tensor:
         return h @ inputs["weight"].T
