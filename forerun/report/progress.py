@@ -30,6 +30,7 @@ class ProgressBar:
         unit: what is counted, in the plural.
         file: where to print.
         clock: seconds, for tests.
+        done: units that an earlier run did; they count towards the total and not towards the rate.
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class ProgressBar:
         unit: str = "steps",
         file: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        done: float = 0.0,
     ) -> None:
         self.name, self.total, self.unit = name, total, unit
-        self.done = 0.0
+        self.done = self._done_before = done
         self._file = file if file is not None else sys.stderr
         self._clock = clock
         self._start = self._last_line = clock()
@@ -57,6 +59,7 @@ class ProgressBar:
                 console=console,
             )
             self._task = self._rich.add_task(name, total=total)
+            self._rich.update(self._task, completed=done)
 
     @property
     def elapsed(self) -> float:
@@ -66,7 +69,8 @@ class ProgressBar:
     @property
     def rate(self) -> float | None:
         """Units a second since the start; None before the first."""
-        return self.done / self.elapsed if self.done > 0 and self.elapsed > 0 else None
+        new = self.done - self._done_before
+        return new / self.elapsed if new > 0 and self.elapsed > 0 else None
 
     @property
     def eta(self) -> float | None:

@@ -162,8 +162,8 @@ class RLTrainer:
                 metrics.update(self.evaluate())
                 if metrics:
                     run.writers.log(0, metrics)
-            with ProgressBar("rl", config.total_steps, "steps") as progress:
-                progress.advance(min(self.rl_step, config.total_steps))
+            done = min(self.rl_step, config.total_steps)
+            with ProgressBar("rl", config.total_steps, "steps", done=done) as progress:
                 while self.rl_step < config.total_steps:
                     prompts = [self.prompts[index] for index in self.order.take(self.config.train_batch_size)]
                     metrics = self.step(prompts)

@@ -142,8 +142,8 @@ class SFTTrainer:
                 metrics.update(self.evaluate())
                 if metrics:
                     run.writers.log(0, metrics)
-            with ProgressBar("sft", self.total_steps, "steps") as progress:
-                progress.advance(min(engine.global_step, self.total_steps), None)
+            done = min(engine.global_step, self.total_steps)
+            with ProgressBar("sft", self.total_steps, "steps", done=done) as progress:
                 while engine.global_step < self.total_steps:
                     metrics = self.step()
                     last = engine.global_step == self.total_steps

@@ -44,6 +44,14 @@ def test_slow_steps_and_unknown_totals() -> None:
     assert endless.eta is None and endless.state() == "6 requests  3 requests/s"
 
 
+def test_what_an_earlier_run_did_is_not_taken_for_speed() -> None:
+    out, clock = io.StringIO(), Clock()
+    with ProgressBar("train", total=100, file=out, clock=clock, done=90) as bar:
+        clock.now += 5
+        bar.advance()
+    assert bar.state() == " 91%  91/100 steps  5 s each  ETA 45s"
+
+
 def test_a_failure_is_not_called_done() -> None:
     out, clock = io.StringIO(), Clock()
     with pytest.raises(ValueError), ProgressBar("train", total=10, file=out, clock=clock) as bar:
