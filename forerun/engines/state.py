@@ -7,6 +7,7 @@ beside its files `optimizer.safetensors` (moments under parameter names), `rando
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import random
@@ -71,7 +72,9 @@ def whole_directory(directory: Path) -> Iterator[Path]:
     replaced = directory.with_name(f".{directory.name}.replaced")
     with failures(directory):
         _put_back(replaced, directory)  # of a save that was killed between its two renames
-        for leftover in (unfinished, replaced):
+        # The last are `checkpoint.writer.scratch_directory`'s, of a save killed while it wrote the model.
+        inner = directory.parent.glob(f".{glob.escape(unfinished.name)}.*.partial")
+        for leftover in (unfinished, replaced, *inner):
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
         try:
@@ -230,6 +233,8 @@ def read_state(
         trained = set(content["trained"])
         moments = load_file(directory / OPTIMIZER_FILE)
         randoms = load_file(directory / RANDOM_FILE)
+        if missing := {"global_step", "scheduler", "learning_rates", "random", "extra"} - set(content):
+            raise ValueError(f"{STATE_FILE} lacks {min(missing)}")
     except FileNotFoundError as error:
         raise ForerunError(
             f"{directory} is not a training checkpoint: {Path(error.filename or '').name or error} is missing"

@@ -158,7 +158,8 @@ class RLTrainer:
             if resumed is not None:
                 self.order.load_state_dict(resumed["order"])
                 self.rl_step = int(resumed["rl_step"])
-            else:
+            run.write_config()
+            if resumed is None:
                 metrics.update(self.evaluate())
                 if metrics:
                     run.writers.log(0, metrics)

@@ -26,7 +26,7 @@ from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import TrainingEngine
 from forerun.engines.state import latest_checkpoint, prune_checkpoints
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
-from forerun.errors import UsageError
+from forerun.errors import ForerunError, UsageError
 from forerun.families import declared_depth, family_of
 from forerun.models.attach import Init, attach
 from forerun.models.loading import load
@@ -42,11 +42,15 @@ def check_config(config: SFTConfig | RLConfig, has_data: bool, has_model: bool) 
     """Check a configuration; objects that the caller brings stand in for the paths that name them.
 
     Raises:
-        UsageError: see `forerun.config.check`.
+        UsageError: see `forerun.config.check`; the output directory is a file.
     """
     model = replace(config.model, path=config.model.path or ("given" if has_model else ""))
     data = replace(config.data, train_files=config.data.train_files or (["given"] if has_data else []))
     check(replace(config, model=model, data=data))
+    output = Path(config.trainer.output_dir)
+    for place in (output, *output.parents):
+        if place.exists() and not place.is_dir():
+            raise UsageError(f"trainer.output_dir={output}: {place} is a file, name a directory")
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -159,7 +163,7 @@ class RunDirectory:
     """`trainer.output_dir`: resolved configuration, metrics, checkpoints, the exported model under `model/`.
 
     Args:
-        config: the run's configuration dataclass, written as config.yaml.
+        config: the run's configuration dataclass.
         trainer: its trainer section.
 
     Raises:
@@ -175,7 +179,7 @@ class RunDirectory:
                 f"trainer.resume=false, and {self.path} holds an earlier run's checkpoints: "
                 "give another trainer.output_dir, or delete them"
             )
-        save_config(config, self.path)
+        self.config = config
         self.writers: Writers = make_writers(trainer.logger, self.path, asdict(config))
 
     @property
@@ -183,13 +187,27 @@ class RunDirectory:
         return self.path / "model"
 
     def resume(self, engine: TrainingEngine) -> dict[str, Any] | None:
-        """Restore the newest checkpoint into `engine`; its extra, or None when the run starts anew."""
+        """Restore the newest checkpoint into `engine`; its extra, or None when the run starts anew.
+
+        Raises:
+            ForerunError: the checkpoint is damaged, or was written with another model or other settings.
+        """
         checkpoint = latest_checkpoint(self.path) if self.trainer.resume else None
         if checkpoint is None:
             return None
-        extra = engine.load(checkpoint)
+        try:
+            extra = engine.load(checkpoint)
+        except ForerunError as error:
+            raise ForerunError(
+                f"cannot resume from {checkpoint}: {error}. Use the model and settings of the run that wrote it, "
+                "or give another trainer.output_dir"
+            ) from error
         logger.warning("resuming from %s", checkpoint)
         return extra
+
+    def write_config(self) -> None:
+        """Write config.yaml; after `resume`, so that a resume that is refused leaves the earlier run's."""
+        save_config(self.config, self.path)
 
     def save(self, engine: TrainingEngine, extra: Mapping[str, Any]) -> Path:
         """Write a checkpoint of the engine's current step and delete those past `save_total_limit`."""

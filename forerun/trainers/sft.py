@@ -136,7 +136,8 @@ class SFTTrainer:
             resumed = run.resume(engine)
             if resumed is not None:
                 self.order.load_state_dict(resumed["order"])
-            else:
+            run.write_config()
+            if resumed is None:
                 if self.initialise is not None and isinstance(engine.model, MTPCarrier):
                     self.initialise(engine.model, self.rows)
                 metrics.update(self.evaluate())
