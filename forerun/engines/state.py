@@ -230,16 +230,16 @@ def read_state(
     """
     try:
         content = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
+        if absent := {"global_step", "trained", "scheduler", "learning_rates", "random", "extra"} - set(content):
+            raise ValueError(f"{STATE_FILE} lacks {min(absent)}")
         trained = set(content["trained"])
         moments = load_file(directory / OPTIMIZER_FILE)
         randoms = load_file(directory / RANDOM_FILE)
-        if missing := {"global_step", "scheduler", "learning_rates", "random", "extra"} - set(content):
-            raise ValueError(f"{STATE_FILE} lacks {min(missing)}")
     except FileNotFoundError as error:
         raise ForerunError(
             f"{directory} is not a training checkpoint: {Path(error.filename or '').name or error} is missing"
         ) from None
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ForerunError(f"{directory} cannot be read ({error}): resume from an older checkpoint") from error
     if missing := sorted(named.keys() - trained):
         raise ForerunError(
