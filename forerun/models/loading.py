@@ -82,7 +82,12 @@ def _load_trunk(
             own = {k: v for k, v in reader.config.items() if k not in ("model_type", "architectures", "auto_map")}
             config = AutoConfig.for_model(family.trunk_model_type, **own)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+            path,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     except Exception as error:  # a wrong value in config.json ends in whatever the model's code makes of it
         if "trust_remote_code" in str(error):
@@ -94,6 +99,12 @@ def _load_trunk(
     finally:
         transformers_logging.set_verbosity(verbosity)
     model, found = loaded
+    if mismatched := sorted(found["mismatched_keys"]):
+        name, stored, needed = mismatched[0]
+        raise UsageError(
+            f"{path}: {name} has shape {tuple(stored)}, config.json asks for {tuple(needed)} "
+            f"({len(mismatched)} weights in all): the two do not belong together"
+        )
     if missing := sorted(found["missing_keys"]):  # transformers has filled them with random numbers
         raise UsageError(f"{path} lacks {len(missing)} of the trunk's weights, first {missing[0]}: restore them")
     blocks = tuple(prefix.format(k=k) for _, prefix in family.tensor_names for k in range(depth))

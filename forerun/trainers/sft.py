@@ -6,13 +6,15 @@ objective, documents that are already tokenized, held-out sets by name.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase, set_seed
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from forerun.config import SFTConfig
 from forerun.data.batch import Batch
@@ -111,6 +113,7 @@ class SFTTrainer:
                 mtp_loss,
                 HiddenCache() if config.cache_hiddens else None,
             )
+        _check_fit([*documents, *itertools.chain(*eval_documents.values())], engine.model)
         self.engine = engine
         self.initialise = initialise
         self.alarms = Alarms(
@@ -205,6 +208,23 @@ class SFTTrainer:
         if not learnable:
             raise UsageError("the dataset is empty: no document has a target token to learn")
         return make_rows(learnable, self.config.data.max_length, self.config.data.packing)
+
+
+def _check_fit(documents: Sequence[Document], model: PreTrainedModel) -> None:
+    """Refuse documents that the model cannot read: longer than its context, or with tokens that it does not have."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(len(document) for document in documents)
+    if context is not None and longest > context:
+        raise UsageError(
+            f"a document has {longest} tokens, more than the model's context of {context}: "
+            f"set data.max_length={context}"
+        )
+    size = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
+    largest = max(max(document.token_ids) for document in documents)
+    if largest >= size:
+        raise UsageError(
+            f"the data holds token {largest}, and the model has only {size}: take the tokenizer that belongs to it"
+        )
 
 
 def _counted(batches: Sequence[Batch], progress: ProgressBar) -> Iterator[Batch]:

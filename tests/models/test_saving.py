@@ -217,6 +217,10 @@ def broken(tmp_path: Path, how: str) -> Path:
         )
     elif how == "wrong value":
         config.write_text(config.read_text().replace('"num_attention_heads": 4', '"num_attention_heads": 0'))
+    elif how == "trunk weight of another shape":
+        tensors = load_file(weights)
+        tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"][:3].clone()
+        save_file(tensors, weights, {"format": "pt"})
     elif how == "wrong shape":
         tensors = load_file(weights)
         tensors["model.mtp_layers.0.input_proj.weight"] = tensors["model.mtp_layers.0.input_proj.weight"][:, :3].clone()
@@ -244,6 +248,10 @@ def broken(tmp_path: Path, how: str) -> Path:
         ("depth is no number", "num_nextn_predict_layers='a'"),
         ("wrong value", "check config.json"),
         ("wrong shape", "has shape"),
+        (
+            "trunk weight of another shape",
+            r"model\.layers\.1\.mlp\.up_proj\.weight has shape \(3, 16\), config\.json asks for",
+        ),
         ("missing shard", "lacks model-00001-of-00002.safetensors"),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import forerun
 from forerun.config import SFTConfig, load_config
@@ -225,6 +226,23 @@ def test_data_without_targets_is_refused(settings: list[str], tmp_path: Path) ->
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(UsageError, match="empty"):
         trainer(settings, f"data.train_files=[{tmp_path / 'empty.jsonl'}]")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_document_past_the_context_is_refused(settings: list[str], tmp_path: Path, split: str) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "say " + "a " * 70, "response": " b "}))
+    with pytest.raises(UsageError, match=r"73 tokens, more than the model's context of 64: set data\.max_length=64"):
+        trainer(settings, "data.max_length=100", f"data.{split}_files=[{tmp_path / 'long.jsonl'}]")
+
+
+def test_a_tokenizer_of_another_model_is_refused(settings: list[str], checkpoint: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.add_tokens([f"word{i}" for i in range(20)])
+    tokenizer.save_pretrained(checkpoint)
+    path = Path(settings[1].partition("=")[2].strip("[]"))
+    path.write_text(path.read_text().replace(" a ", " word19 "))
+    with pytest.raises(UsageError, match=r"token 31, and the model has only 12: .*tokenizer"):
+        trainer(settings)
 
 
 def test_resuming_with_other_data_is_refused(settings: list[str], tmp_path: Path) -> None:
