@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -69,6 +70,14 @@ class TensorBoardWriter:
         with failures(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             self._writer = SummaryWriter(log_dir=str(directory))
+        # Its thread hands what goes wrong to the next flush, which raises it here, and prints a traceback besides.
+        self._excepthook = threading.excepthook
+        threading.excepthook = self._on_thread_exception
+
+    def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
+        from_tensorboard = type(args.thread).__module__.startswith("tensorboard.")
+        if not (from_tensorboard and isinstance(args.exc_value, OSError)):
+            self._excepthook(args)
 
     def log(self, step: int, metrics: Metrics) -> None:
         with failures(self.directory):
@@ -78,8 +87,11 @@ class TensorBoardWriter:
             self._writer.flush()
 
     def close(self) -> None:
-        with failures(self.directory):
-            self._writer.close()
+        try:
+            with failures(self.directory):
+                self._writer.close()
+        finally:
+            threading.excepthook = self._excepthook
 
 
 class WandbWriter:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -66,6 +68,32 @@ def test_tensorboard_holds_the_scalars(tmp_path: Path) -> None:
     events.Reload()
     assert events.Tags()["scalars"] == ["loss"]
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.5), (2, 1.5)]
+
+
+def test_tensorboard_that_cannot_write_is_one_error_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit on the size of files stops its thread as a full disk does."""
+    resource = pytest.importorskip("resource")
+    shown: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", hook := shown.append)
+    writer = TensorBoardWriter(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(ForerunError, match="cannot write"):
+            for step in range(1000):
+                writer.log(step, {"loss": 1.0})
+        assert not shown
+        another = threading.Thread(target=lambda: 1 / 0)
+        another.start()
+        another.join()
+        assert len(shown) == 1  # not ours to hide
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with contextlib.suppress(ForerunError):
+            writer.close()
+    assert threading.excepthook == hook
 
 
 class Collected:
