@@ -40,7 +40,8 @@ def _number(default: Any, **bounds: float) -> Any:
     return field(default=default, metadata=bounds)
 
 
-Autocast = Literal["none", "bfloat16", "float16"]
+# No float16: its loss would need scaling.
+Autocast = Literal["none", "bfloat16"]
 
 
 @dataclass
@@ -48,7 +49,7 @@ class ModelConfig:
     """The Hugging Face directory that a run starts from."""
 
     path: str = ""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     trust_remote_code: bool = False
 
 
@@ -166,6 +167,8 @@ class AlgorithmConfig:
     clip_ratio_low: float = _number(0.2, gt=0, lt=1)
     clip_ratio_high: float = _number(0.2, gt=0)
     loss_agg_mode: LossAggMode = "token-mean"
+    # Cap of truncated importance weights for the gap between rollout and trainer log-probs; null leaves the gap alone.
+    tis_imp_ratio_cap: float | None = _number(None, gt=0)
 
 
 @dataclass

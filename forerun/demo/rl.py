@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -66,4 +67,9 @@ def train_policy(workspace: Workspace) -> dict[str, Any]:
 
 def _logged(path: Path) -> dict[int, dict[str, Any]]:
     """Metrics by step; a step that a resumed run did again counts as it was done last."""
-    return {row["step"]: row for row in map(json.loads, path.read_text().splitlines())}
+    rows: dict[int, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):  # a line that a killed run left torn
+            row = json.loads(line)
+            rows[row["step"]] = row
+    return rows

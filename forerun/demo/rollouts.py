@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from forerun.data.chat import encode_prompt, stop_token_ids
@@ -11,7 +10,8 @@ from forerun.data.sources import load_source
 from forerun.demo.workspace import Workspace
 from forerun.report.progress import ProgressBar
 from forerun.rollout.native.engine import NativeEngine
-from forerun.rollout.protocol import Completion, Request, SamplingParams
+from forerun.rollout.protocol import Request, SamplingParams
+from forerun.trainers.experience import speculation_figures
 
 BATCH_SIZES = (1, 8)
 # Half of the prompts are mathematics, half are chat: heads do better on the former.
@@ -49,7 +49,7 @@ def compare_decoding(workspace: Workspace) -> dict[str, Any]:
                     plain, plain_rate = texts, rate
                     figures[f"batch_{batch_size}"] = {"plain_tokens_per_second": rate}
                     continue
-                length = mean_acceptance_length(completions)
+                length = speculation_figures(completions)["acceptance_length"]
                 figures[f"batch_{batch_size}"][f"drafts_{depth}"] = {
                     "identical_greedy_text": texts == plain,
                     "acceptance_length": length,
@@ -75,10 +75,3 @@ def greedy_requests(workspace: Workspace, generation_config: Any) -> list[Reques
         Request(f"prompt {i}", encode_prompt(workspace.tokenizer, prompt.messages, limit, f"prompt {i}"), sampling)
         for i, prompt in enumerate(prompts)
     ]
-
-
-def mean_acceptance_length(completions: Sequence[Completion]) -> float | None:
-    """Tokens emitted per verify step, over all completions."""
-    steps = sum(c.spec_num_verify_steps or 0 for c in completions)
-    accepted = sum(c.spec_num_accepted_tokens or 0 for c in completions)
-    return 1 + accepted / steps if steps else None

@@ -68,9 +68,9 @@ def _decoding(rollout: Mapping[str, Any]) -> Table:
                     drafts.removeprefix("drafts_"),
                     f"{found['tokens_per_second']:.1f}",
                     "yes" if found["identical_greedy_text"] else "NO",
-                    f"{found['acceptance_length']:.2f}",
-                    f"{found['speed_up']:.2f}",
-                    f"{found['ideal_speed_up']:.2f}",
+                    _number(found["acceptance_length"], ".2f"),
+                    _number(found["speed_up"], ".2f"),
+                    _number(found["ideal_speed_up"], ".2f"),
                 )
     return table
 
@@ -91,11 +91,11 @@ def _reinforcement(rl: Mapping[str, Any]) -> Table:
     for name, step in rl["steps"].items():
         table.add_row(
             name.removeprefix("step_"),
-            f"{step['reward_mean']:.3f}",
-            f"{step['acceptance_length']:.2f}",
-            f"{step['spec_num_accepted_tokens']:.0f} / {step['spec_num_draft_tokens']:.0f}",
-            f"{step['spec_num_verify_steps']:.0f}",
-            f"{step['log_prob_gap_mean']:.1e}",
+            _number(step["reward_mean"], ".3f"),
+            _number(step["acceptance_length"], ".2f"),
+            f"{_number(step['spec_num_accepted_tokens'], '.0f')} / {_number(step['spec_num_draft_tokens'], '.0f')}",
+            _number(step["spec_num_verify_steps"], ".0f"),
+            _number(step["log_prob_gap_mean"], ".1e"),
             "yes" if step["drafter_in_sync"] else "NO",
         )
     return table
@@ -105,6 +105,11 @@ def _times(wall_seconds: Mapping[str, float]) -> Table:
     table = _table("Wall time", *wall_seconds, "all")
     table.add_row(*(duration(seconds) for seconds in (*wall_seconds.values(), sum(wall_seconds.values()))))
     return table
+
+
+def _number(value: float | None, form: str) -> str:
+    """None is what could not be known: no verify step, no token."""
+    return "-" if value is None else format(value, form)
 
 
 def _table(title: str, *columns: str) -> Table:

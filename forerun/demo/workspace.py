@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from forerun.config import ModelConfig
 from forerun.data.gguf import smollm2
 from forerun.demo import self_text
 from forerun.demo.options import DemoOptions
@@ -23,6 +24,7 @@ from forerun.models.loading import load
 from forerun.mtp.config import MTPConfig
 from forerun.report.atomic import write_text
 from forerun.report.summary import Summary
+from forerun.trainers.setup import load_tokenizer
 
 STATE = "phases.json"
 SHIPPED_HEAD = "smollm2_head.safetensors"
@@ -79,7 +81,7 @@ class Workspace:
     def _resume(self, state: Path) -> None:
         try:
             earlier = json.loads(state.read_text())
-            options = earlier["options"]
+            options, _ = earlier["options"], earlier["done"]
         except (ValueError, KeyError, TypeError):
             raise UsageError(f"{state} cannot be read: delete {self.out} to start anew") from None
         if options != self._state["options"]:
@@ -106,7 +108,7 @@ class Workspace:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return AutoTokenizer.from_pretrained(self.model_dir)
+        return load_tokenizer(ModelConfig(path=str(self.model_dir)))
 
     @property
     def sft_model(self) -> Path:
@@ -165,5 +167,5 @@ class Workspace:
 
     @cached_property
     def draft_vocabulary(self) -> torch.Tensor:
-        vocab_size = int(json.loads((self.model_dir / "config.json").read_text())["vocab_size"])
-        return self_text.draft_vocabulary(self.train_text, vocab_size)
+        config = AutoConfig.from_pretrained(self.model_dir).get_text_config()
+        return self_text.draft_vocabulary(self.train_text, config.vocab_size)

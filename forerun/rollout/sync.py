@@ -1,9 +1,9 @@
-"""Weights on their way from the trainer to a rollout engine: bounded buckets, a digest, a check that all are there."""
+"""Weights on their way from the trainer to a rollout engine: a digest, and a check that all are there."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,25 +11,6 @@ from torch import Tensor
 from forerun.errors import ForerunError
 
 Named = tuple[str, Tensor]
-
-
-def buckets(named_tensors: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:
-    """Group tensors, in order, into lists of at most max_bytes bytes; a larger tensor is a bucket of its own.
-
-    Lazy: no more than one bucket of the source's tensors is held.
-    """
-    if max_bytes < 1:
-        raise ValueError(f"max_bytes={max_bytes} must be at least 1")
-    bucket: list[Named] = []
-    held = 0
-    for name, tensor in named_tensors:
-        if bucket and held + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append((name, tensor))
-        held += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 @torch.no_grad()

@@ -20,24 +20,16 @@ class PolicyObjective:
     Args:
         batches: every micro-batch of the step; extras advantages and rollout_log_probs, and old_log_probs unless the
             step is the first on its samples (then the old policy is the current one).
-        algorithm: clipping and aggregation.
+        algorithm: clipping, aggregation, and the cap of truncated importance weights.
         max_response_length: the constant of seq-mean-token-sum-norm.
-        importance_cap: cap of truncated importance sampling for the rollout / trainer gap; None leaves the gap alone.
 
     Attributes:
         stats, gap: sums over the micro-batches seen.
     """
 
-    def __init__(
-        self,
-        batches: Sequence[Batch],
-        algorithm: AlgorithmConfig,
-        max_response_length: int,
-        importance_cap: float | None = None,
-    ) -> None:
+    def __init__(self, batches: Sequence[Batch], algorithm: AlgorithmConfig, max_response_length: int) -> None:
         self.algorithm = algorithm
         self.max_response_length = max_response_length
-        self.importance_cap = importance_cap
         self.counts = LossCounts()
         for batch in batches:
             self.counts += count_targets(predicted_mask(batch), batch.document_ids)
@@ -49,8 +41,8 @@ class PolicyObjective:
         old = batch.extras.get("old_log_probs", log_probs.detach())
         rollout = batch.extras["rollout_log_probs"]
         weights = None
-        if self.importance_cap is not None:
-            weights = truncated_importance_weights(old, rollout, mask, self.importance_cap)
+        if (cap := self.algorithm.tis_imp_ratio_cap) is not None:
+            weights = truncated_importance_weights(old, rollout, mask, cap)
         result = policy_loss(
             log_probs,
             old,

@@ -9,7 +9,7 @@ from forerun.errors import ForerunError
 from forerun.models.carrier import MTPCarrier, mtp_weight_names, named_weights
 from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import Completion
-from forerun.rollout.sync import buckets, digest
+from forerun.rollout.sync import digest
 from tests.rollout import tiny
 
 
@@ -32,25 +32,6 @@ def changed(model: MTPCarrier, seed: int = 1) -> MTPCarrier:
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
     return model
-
-
-def test_buckets_are_bounded_and_complete() -> None:
-    named = [(f"w{i}", torch.zeros(size)) for i, size in enumerate([3, 4, 50, 1, 1, 8])]
-    made = list(buckets(named, 32))
-    assert [[name for name, _ in bucket] for bucket in made] == [["w0", "w1"], ["w2"], ["w3", "w4"], ["w5"]]
-    assert all(sum(t.nbytes for _, t in b) <= 32 for b in made if len(b) > 1)
-
-
-def test_buckets_hold_one_bucket_of_a_stream_at_a_time() -> None:
-    drawn: list[int] = []
-
-    def stream():  # type: ignore[no-untyped-def]
-        for i in range(6):
-            drawn.append(i)
-            yield f"w{i}", torch.zeros(4)
-
-    for number, _ in enumerate(buckets(stream(), 32)):
-        assert len(drawn) <= 2 * (number + 1) + 1
 
 
 def test_digest_sees_names_dtypes_shapes_and_values_but_not_the_order() -> None:
