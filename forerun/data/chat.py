@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from forerun.data.packing import Document
-from forerun.data.rows import BadRow, OnBadRow, Row, parse_messages, read_rows
+from forerun.data.rows import BadRow, OnBadRow, Row, is_text, parse_messages, read_rows
 from forerun.errors import UsageError
 
 Messages = list[dict[str, str]]
@@ -30,9 +30,12 @@ def encode_prompt(
         name: names the prompt in an error.
 
     Raises:
-        UsageError: the prompt fills the context, or there is no chat template for a conversation.
+        UsageError: the prompt is empty, no text or fills the context, or there is no chat template for a conversation.
     """
-    ids = _tokens(tokenizer, _render(tokenizer, messages, generate=True))
+    text = _render(tokenizer, messages, generate=True)
+    if not is_text(text):
+        raise UsageError(f"{name} is not valid UTF-8: give it as text")
+    ids = _tokens(tokenizer, text)
     if not ids:
         raise UsageError(f"{name} has no tokens: give it some text")
     if max_length is not None and len(ids) >= max_length:

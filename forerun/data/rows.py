@@ -81,8 +81,19 @@ def parse_messages(value: Any, column: str) -> list[dict[str, str]]:
             or not isinstance(turn.get("content"), str)
         ):
             raise BadRow(f"column {column!r}: a message needs the strings 'role' and 'content', not {_short(turn)}")
+        if not is_text(turn["content"]):
+            raise BadRow(f"column {column!r}: half a surrogate pair is no text, in {_short(turn['content'])}")
         messages.append({"role": turn["role"], "content": turn["content"]})
     return messages
+
+
+def is_text(text: str) -> bool:
+    """Whether a string can be encoded. Half a surrogate pair cannot; JSON escapes and command lines can hold one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _short(value: Any) -> str:

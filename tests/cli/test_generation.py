@@ -84,6 +84,7 @@ def test_answers_are_told_apart_and_repeatable(capsys: pytest.CaptureFixture[str
     [
         (["--prompt", "a" * 64], "prompt 1 has 64 tokens, which leaves no room in a context of 64"),
         (["--prompt", "abc", "--prompt", ""], "prompt 2 has no tokens"),
+        (["--prompt", "caf\udce9"], "prompt 1 is not valid UTF-8"),  # how Python hands over a byte of Latin-1
         (["--prompt", "abc", "--num-speculative-tokens", "1"], "carries no MTP block to draft with"),
         (["--prompt", "abc", "--top-p", "1.5"], "top_p=1.5 must lie in (0, 1]"),
     ],

@@ -52,6 +52,7 @@ def test_what_is_optional(tmp_path):
         ('{"prompt": [{"role": "user"}]}', "needs the strings 'role' and 'content'"),
         ('{"prompt": "x", "extra_info": 3}', "'extra_info' must be an object"),
         ('{"prompt": "\\ud800', "not JSON"),
+        ('{"prompt": "half a pair \\ud800"}', "half a surrogate pair is no text"),
     ],
 )
 def test_a_bad_row_is_named_or_skipped(tmp_path, line, reason):
