@@ -27,7 +27,6 @@ from forerun.trainers.sft import SFTTrainer
 
 ROW_LENGTH = 448
 ROWS_PER_STEP = 1
-PEAK_LR = 5e-4
 AGREEMENT = "mtp/depth_1/trunk_top1"
 EXPECTED = "mtp/depth_1/expected_acceptance"
 
@@ -58,7 +57,7 @@ def train_head(workspace: Workspace) -> dict[str, Any]:
         model=ModelConfig(path=str(workspace.model_dir)),
         data=DataConfig(max_length=ROW_LENGTH),
         # Without enough warm-up, Adam's first steps throw the fitted start away.
-        optim=OptimConfig(lr=PEAK_LR, betas=(0.9, 0.95), lr_scheduler_type="linear", warmup_ratio=0.05),
+        optim=OptimConfig(lr=workspace.sizes.lr, betas=(0.9, 0.95), lr_scheduler_type="linear", warmup_ratio=0.05),
         mtp=mtp_config(),
         trainer=TrainerConfig(
             output_dir=str(workspace.out / "sft"), seed=workspace.options.seed, save_freq=250, save_total_limit=1

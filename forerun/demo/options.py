@@ -15,6 +15,7 @@ class Sizes:
     held_out_tokens: int
     fit_tokens: int
     epochs: int
+    lr: float
     rollout_prompts: int
     rollout_tokens: int
     draft_depths: tuple[int, ...]
@@ -29,6 +30,7 @@ FULL = Sizes(
     held_out_tokens=8_000,
     fit_tokens=40_000,
     epochs=3,
+    lr=5e-4,
     rollout_prompts=8,
     rollout_tokens=96,
     draft_depths=(1, 2),
@@ -42,6 +44,8 @@ QUICK = Sizes(
     held_out_tokens=3_000,
     fit_tokens=8_000,
     epochs=2,
+    # Few steps cannot make up for what large first ones would do to the fitted start.
+    lr=5e-5,
     rollout_prompts=8,
     rollout_tokens=24,
     draft_depths=(1,),
