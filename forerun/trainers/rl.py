@@ -25,7 +25,7 @@ from forerun.data.order import DataOrder
 from forerun.data.prompts import Prompt, read_prompts
 from forerun.engines.protocol import TrainingEngine
 from forerun.engines.torch_engine import TorchEngine
-from forerun.errors import UsageError
+from forerun.errors import ForerunError, UsageError
 from forerun.report.atomic import failures
 from forerun.report.progress import ProgressBar
 from forerun.rewards.protocol import RewardRequest, RewardResult
@@ -237,7 +237,11 @@ class RLTrainer:
             self.rollout.sleep()
 
     def judge(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Sample]:
-        """Decode and score; completions are in `generate`'s order."""
+        """Decode and score; completions are in `generate`'s order.
+
+        Raises:
+            ForerunError: the reward failed on every response; nothing could be learned from that.
+        """
         n = len(completions) // len(prompts)
         texts = [
             str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)) for completion in completions
@@ -257,7 +261,14 @@ class RLTrainer:
             Sample(prompts[i // n], i // n, completion, text, reward)
             for i, (completion, text, reward) in enumerate(zip(completions, texts, rewards, strict=True))
         ]
-        for event in {reward.event: reward for reward in rewards if reward.event is not None}.values():
+        failed = {reward.event: reward for reward in rewards if reward.event is not None}
+        if all(reward.event is not None for reward in rewards):
+            first = next(iter(failed.values()))
+            raise ForerunError(
+                f"step {self.rl_step + 1}: the reward failed on all {len(rewards)} responses ({first.event}: "
+                f"{first.detail}): mend reward.function; the same command goes on from the last checkpoint"
+            )
+        for event in failed.values():
             logger.warning("step %d: reward %s, counted as 0: %s", self.rl_step + 1, event.event, event.detail)
         return samples
 

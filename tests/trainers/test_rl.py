@@ -12,7 +12,7 @@ import torch
 
 import forerun
 from forerun.data.prompts import Prompt
-from forerun.errors import UsageError
+from forerun.errors import ForerunError, UsageError
 from forerun.models.carrier import named_weights
 from forerun.rewards.protocol import RewardRequest, RewardResult
 from forerun.trainers.rl import RLTrainer
@@ -138,9 +138,15 @@ def test_long_prompts_stop_the_run_or_are_left_out(tmp_path: Path) -> None:
 
 def test_a_reward_that_fails_costs_its_samples_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Fails:
-        def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-            return [RewardResult(0.0, "exception", "ZeroDivisionError: division by zero") for _ in requests]
+        def __init__(self, every: int) -> None:
+            self.every = every
 
-    metrics = trainer(settings(tmp_path), reward=Fails()).step(PROMPTS)
-    assert metrics["reward_events"] == 32 and metrics["informative_groups"] == 0
+        def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+            failure = RewardResult(0.0, "exception", "ZeroDivisionError: division by zero")
+            return [failure if i % self.every == 0 else RewardResult(1.0) for i in range(len(requests))]
+
+    metrics = trainer(settings(tmp_path), reward=Fails(2)).step(PROMPTS)
+    assert metrics["reward_events"] == 16 and metrics["reward_mean"] == 0.5
+    with pytest.raises(ForerunError, match=r"failed on all 32 responses \(exception: ZeroDivisionError.*\): mend"):
+        trainer(settings(tmp_path), reward=Fails(1)).step(PROMPTS)
     assert "reward exception, counted as 0: ZeroDivisionError" in caplog.text
