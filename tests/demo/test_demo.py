@@ -16,9 +16,11 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from forerun.demo import DemoOptions, options, run, self_text, workspace
+from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier
 from forerun.models.loading import load
+from forerun.trainers.batching import make_rows
 
 pytestmark = pytest.mark.model  # for its tokenizer
 
@@ -136,3 +138,12 @@ def test_the_packaged_text_is_what_its_recipe_says() -> None:
     assert not by_split["train"] & by_split["held_out"], "a held-out prompt is trained on"
     assert {r.source for r in responses} == set(self_text.SOURCES)
     assert max(len(r.response_ids) for r in responses) <= 192
+
+
+def test_the_shipped_head_drafts_for_smollm2(smollm2_dir: Path, tmp_path: Path) -> None:
+    """Agreement with the trunk on held-out text that the package carries; a head that is not loaded has none."""
+    place = workspace.Workspace(DemoOptions(quick=True, out=tmp_path / "out", head="shipped"))
+    model = place.drafting_model()
+    rows = make_rows([r.document(prompt_too=False) for r in place.held_out_text], 448, packing=True)
+    engine = TorchEngine(model, TorchEngineConfig(train_trunk=False))
+    assert engine.evaluate(rows[:2])["mtp/depth_1/trunk_top1"] > 0.35
