@@ -54,12 +54,12 @@ def export_model(workspace: Workspace) -> dict[str, Any]:
 
 
 def figures(model: MTPCarrier, text: Path) -> dict[str, Any]:
-    """Digest of all weights, and agreement with the trunk's greedy choice on held-out text."""
+    """Digest of all weights, and agreement with the trunk on held-out text (None where it is too short for any)."""
     responses = [self_text.Response(**row) for row in json.loads(text.read_text())]
     documents: list[Document] = [response.document(prompt_too=False) for response in responses]
     engine = TorchEngine(model, TorchEngineConfig(train_trunk=True))
     found = engine.evaluate(make_rows(documents, ROW_LENGTH, packing=True))
-    return {"digest": digest(engine.named_weights()), "acceptance": found["mtp/depth_1/trunk_top1"]}
+    return {"digest": digest(engine.named_weights()), "acceptance": found.get("mtp/depth_1/trunk_top1")}
 
 
 def main(arguments: Sequence[str]) -> None:

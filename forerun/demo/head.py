@@ -143,6 +143,8 @@ def _by_source(figures: Mapping[str, float], weights: Mapping[str, int]) -> dict
     found: dict[str, dict[str, float]] = {}
     for label, key in (("top1_agreement", AGREEMENT), ("expected_acceptance", EXPECTED)):
         for source, weight in weights.items():
+            if not weight:  # too short for a draft
+                continue
             value = figures[f"{source}/{key}"]
             found.setdefault(source, {})[label] = value
             found.setdefault("all", {}).setdefault(label, 0.0)

@@ -29,7 +29,7 @@ def print_report(summary: Summary, console: Console | None = None) -> None:
     same = "the same" if export["same_digest"] and export["same_acceptance"] else "NOT the same"
     console.print(
         f"Exported with {export['mtp_tensors']} MTP tensors; a new process finds {same} digest and acceptance "
-        f"({export['acceptance']:.3f}).\nAll figures: {summary.path}",
+        f"({_number(export['acceptance'], '.3f')}).\nAll figures: {summary.path}",
         highlight=False,
         soft_wrap=True,
     )

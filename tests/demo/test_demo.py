@@ -104,6 +104,8 @@ def test_an_interrupt_is_one_line_and_the_next_run_goes_on(model_dir: Path, tmp_
         stdout=subprocess.DEVNULL,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        # Where the tests run in the background, a shell has set SIGINT to be ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     state = tmp_path / "out" / "phases.json"
     deadline = time.monotonic() + 300
