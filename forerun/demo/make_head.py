@@ -1,31 +1,40 @@
-"""Make the head that ships with the package out of a finished demo run: what `--head shipped` drafts with.
+"""Make the head that ships with the package, the one that `--head shipped` drafts with.
 
-    forerun demo --out RUN_DIR
-    python -m forerun.demo.make_head RUN_DIR forerun/demo/smollm2_head.safetensors
+    python -m forerun.demo.make_head WORK_DIR forerun/demo/smollm2_head.safetensors
 
-The head's tensors under their family's names, in bfloat16.
+The demo's own recipe on more of the packaged text. Writes the head's tensors under their family's names, in bfloat16,
+and prints the held-out figures of its training.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save
 
-from forerun.models.carrier import MTPCarrier, mtp_weight_names, named_weights
-from forerun.models.loading import load
+from forerun.demo.head import train_head
+from forerun.demo.options import FULL, DemoOptions
+from forerun.demo.workspace import Workspace
+from forerun.models.carrier import mtp_weight_names, named_weights
 from forerun.report.atomic import write_bytes
 
+SIZES = replace(FULL, train_tokens=250_000)
 
-def main(run_dir: Path, target: Path) -> None:
-    model = load(run_dir / "sft" / "model")
-    assert isinstance(model, MTPCarrier)
+
+def main(work_dir: Path, target: Path) -> None:
+    workspace = Workspace(DemoOptions(out=work_dir))
+    workspace.sizes = SIZES
+    figures = train_head(workspace)
+    model = workspace.trained_model(workspace.sft_model)
     head = set(mtp_weight_names(model).values())
     write_bytes(
         target, save({name: tensor.to(torch.bfloat16) for name, tensor in named_weights(model) if name in head})
     )
+    print(json.dumps(figures, indent=2))
 
 
 if __name__ == "__main__":

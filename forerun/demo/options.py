@@ -26,7 +26,7 @@ class Sizes:
 
 
 FULL = Sizes(
-    train_tokens=250_000,
+    train_tokens=150_000,
     held_out_tokens=8_000,
     fit_tokens=40_000,
     epochs=3,
@@ -34,7 +34,7 @@ FULL = Sizes(
     rollout_prompts=8,
     rollout_tokens=96,
     draft_depths=(1, 2),
-    rl_steps=6,
+    rl_steps=5,
     rl_prompts=4,
     rl_samples=8,
     rl_tokens=32,
