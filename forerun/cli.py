@@ -94,7 +94,8 @@ def sft(config: ConfigPath, overrides: Overrides = None) -> Work:
     """Supervised fine-tuning of a model and its MTP block, or of the block alone."""
 
     def work() -> int:
-        from forerun.config import SFTConfig, load_config
+        from forerun.config import SFTConfig
+        from forerun.config_file import load_config
 
         loaded = load_config(SFTConfig, config, overrides or [])
         from forerun.trainers.sft import SFTTrainer
@@ -110,7 +111,8 @@ def rl(config: ConfigPath, overrides: Overrides = None) -> Work:
     """Reinforcement learning on verifiable rewards, with speculative rollouts."""
 
     def work() -> int:
-        from forerun.config import RLConfig, load_config
+        from forerun.config import RLConfig
+        from forerun.config_file import load_config
 
         loaded = load_config(RLConfig, config, overrides or [])
         from forerun.trainers.rl import RLTrainer

@@ -1,31 +1,22 @@
-"""What describes a run: dataclasses under TRL's and verl's field names, read from one YAML file and `key=value` pairs.
+"""What describes a run: dataclasses under TRL's and verl's field names, and what their values must satisfy.
 
-Every mistake that can be seen without loading a model is found here, before any work, and named by its dotted key:
-an unknown key (with the nearest valid one), a value of the wrong type, a value out of range, settings that contradict
-each other.
+Values out of range and settings that contradict each other are found here, before any model is loaded, and named by
+their dotted key. `forerun.config_file` reads these from YAML.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from pathlib import Path
-from typing import Any, Literal, TypeVar
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from typing import Any, Literal
 
 from forerun.algorithms.aggregation import LossAggMode
 from forerun.errors import UsageError
 from forerun.mtp.config import MTPConfig
-from forerun.report.atomic import write_text
-
-RESOLVED_CONFIG = "config.yaml"
 
 _BOUNDS = {
     "ge": (operator.ge, "at least"),
@@ -271,47 +262,11 @@ class RLConfig:
             raise UsageError("rollout.temperature=0 samples the same response every time: use a positive temperature")
 
 
-Config = TypeVar("Config", bound=object)
-
-
 def _need_model_and_data(model: ModelConfig, data: DataConfig) -> None:
     if not model.path:
         raise UsageError("model.path is not set: give the directory of a Hugging Face checkpoint")
     if not data.train_files:
         raise UsageError("data.train_files is empty: give at least one .jsonl or .parquet file")
-
-
-def load_config(cls: type[Config], yaml_path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """A checked instance of the dataclass `cls`: its defaults, then the YAML file, then `key=value` overrides.
-
-    Raises:
-        UsageError: the file cannot be read or is no mapping; a key is unknown, a value of the wrong type or out of
-            range. One line, with the full dotted key.
-    """
-    merged = OmegaConf.structured(cls)
-    if yaml_path is not None:
-        _merge(cls, merged, _read_yaml(Path(yaml_path)), f" in {yaml_path}")
-    for text in overrides:
-        _merge(cls, merged, _parse_override(text), "")
-    try:
-        config = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:  # what is left is an interpolation that leads nowhere
-        raise UsageError(f"{error.full_key or 'configuration'}: {_first_line(error)}") from error
-    except ValueError as error:  # a dataclass's own validation
-        raise UsageError(_first_line(error)) from error
-    assert isinstance(config, cls)
-    check(config)
-    return config
-
-
-def save_config(config: object, directory: str | Path) -> Path:
-    """Write the resolved configuration as `config.yaml` into `directory` (made if need be); returns its path.
-
-    `load_config(type(config), path)` gives an equal object.
-    """
-    path = Path(directory) / RESOLVED_CONFIG
-    write_text(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
-    return path
 
 
 def check(config: Any, prefix: str = "") -> None:
@@ -327,7 +282,7 @@ def check(config: Any, prefix: str = "") -> None:
             check(value, key + ".")
             continue
         if typing.get_origin(hints[item.name]) is Literal and value not in typing.get_args(hints[item.name]):
-            raise UsageError(f"{key}={value!r} must be {_type_name(hints[item.name])}")
+            raise UsageError(f"{key}={value!r} must be {type_name(hints[item.name])}")
         _check_bounds(key, value, item.metadata)
     if not hasattr(config, "validate"):
         return
@@ -335,7 +290,7 @@ def check(config: Any, prefix: str = "") -> None:
         try:
             config.validate()
         except ValueError as error:
-            raise UsageError(_first_line(error)) from error
+            raise UsageError(str(error)) from error
     else:
         config.validate(prefix)
 
@@ -352,108 +307,18 @@ def _check_bounds(key: str, value: Any, bounds: Mapping[str, Any]) -> None:
                 raise UsageError(f"{key}={number} must be {words} {limit}")
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise UsageError(f"no such configuration file: {path}")
-    try:
-        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    except Exception as error:  # the YAML parser's errors have no common base that OmegaConf exports
-        raise UsageError(f"{path} is not valid YAML: {_one_line(error)}") from error
-    if not isinstance(loaded, dict):
-        raise UsageError(f"{path} must hold `key: value` lines, not a {type(loaded).__name__}")
-    return {str(key): value for key, value in loaded.items()}
-
-
-def _parse_override(text: str) -> dict[str, Any]:
-    key, equals, _ = text.partition("=")
-    if not equals or not key.strip() or key.startswith("-"):
-        raise UsageError(f"{text!r} is not an override: write key=value, for example trainer.seed=1")
-    try:
-        loaded = OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
-    except Exception as error:  # as above
-        raise UsageError(f"cannot read the override {text!r}: {_one_line(error)}") from error
-    assert isinstance(loaded, dict)
-    return {str(key): value for key, value in loaded.items()}
-
-
-def _merge(cls: type, into: Any, values: Mapping[str, Any], where: str) -> None:
-    """Set each value by itself, so that a refusal is about one key whose value is known."""
-    for key, value, hint in _leaves(cls, values, "", where, cls):
-        try:
-            OmegaConf.update(into, key, value, merge=True)
-        except (OmegaConfBaseException, TypeError) as error:
-            raise UsageError(f"{key}={_shown(value)} must be {_type_name(hint)}{where}") from error
-
-
-def _leaves(
-    cls: type, values: Mapping[str, Any], prefix: str, where: str, root: type
-) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, value, type) of every setting; sections are walked, a `dict` field is one setting."""
-    hints = typing.get_type_hints(cls)
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if name not in {item.name for item in fields(cls)}:
-            while isinstance(value, Mapping) and value:  # an unknown section: its first setting says more
-                name, value = next(iter(value.items()))
-                key = f"{key}.{name}"
-            raise UsageError(f"unknown configuration key {key}{where}; {_nearest(key, root)}")
-        hint = hints[name]
-        if not is_dataclass(hint):
-            yield key, value, hint
-        elif isinstance(value, Mapping):
-            yield from _leaves(typing.cast(type, hint), value, key + ".", where, root)
-        else:
-            example = f"{key}.{fields(hint)[0].name}"
-            raise UsageError(f"{key}={_shown(value)} must be a section with keys such as {example}{where}")
-
-
-def _keys(cls: type, prefix: str = "") -> Iterator[str]:
-    hints = typing.get_type_hints(cls)
-    for item in fields(cls):
-        if is_dataclass(hints[item.name]):
-            yield from _keys(hints[item.name], f"{prefix}{item.name}.")
-        else:
-            yield prefix + item.name
-
-
-def _nearest(key: str, root: type) -> str:
-    """The valid key most like `key`: as a whole, or else by its last part, which may sit in the wrong section."""
-    valid = list(_keys(root))
-    if close := difflib.get_close_matches(key, valid, n=1, cutoff=0.75):
-        return f"did you mean {close[0]}?"
-    by_name = {name.rpartition(".")[2]: name for name in reversed(valid)}
-    if close := difflib.get_close_matches(key.rpartition(".")[2], by_name, n=1, cutoff=0.7):
-        return f"did you mean {by_name[close[0]]}?"
-    return f"the nearest valid key is {difflib.get_close_matches(key, valid, n=1, cutoff=0.0)[0]}"
-
-
-def _type_name(hint: Any) -> str:
+def type_name(hint: Any) -> str:
     """A type in the words of someone who writes YAML."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return "one of " + ", ".join(str(value) for value in args)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_type_name(arg) for arg in args)
+        return " or ".join(type_name(arg) for arg in args)
     if origin is list:
-        return f"a list (each item {_type_name(args[0])}), written [a, b]"
+        return f"a list (each item {type_name(args[0])}), written [a, b]"
     if origin is tuple:
-        return f"a list of {len(args)} items (each {_type_name(args[0])})"
+        return f"a list of {len(args)} items (each {type_name(args[0])})"
     if origin is dict:
         return "a section of key: value pairs"
     names = {float: "a number", int: "an integer", bool: "true or false", str: "text", type(None): "null"}
     return names.get(hint, getattr(hint, "__name__", str(hint)))
-
-
-def _shown(value: Any) -> str:
-    text = "null" if value is None else str(value).replace("\n", " ")
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).split("\n", 1)[0]
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -18,6 +18,7 @@ LAYERS: list[set[str]] = [
     {"report", "algorithms", "data", "rewards"},
     {"rollout", "engines"},
     {"config"},
+    {"config_file"},
     {"trainers"},
     {"generation", "demo"},
     {"cli"},

@@ -20,8 +20,8 @@ from forerun.config import (
     SFTConfig,
     TrainerConfig,
     check,
-    save_config,
 )
+from forerun.config_file import save_config
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import TrainingEngine
 from forerun.engines.state import latest_checkpoint, prune_checkpoints

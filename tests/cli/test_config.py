@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from forerun.config import ModelConfig, OptimConfig, RLConfig, SFTConfig, check, load_config, save_config
+from forerun.config import ModelConfig, OptimConfig, RLConfig, SFTConfig, check
+from forerun.config_file import load_config, save_config
 from forerun.errors import UsageError
 from forerun.mtp.config import MTPConfig
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from forerun.config import RLConfig, SFTConfig, load_config
+from forerun.config import RLConfig, SFTConfig
+from forerun.config_file import load_config
 from forerun.data.chat import read_examples
 from forerun.data.prompts import read_prompts
 

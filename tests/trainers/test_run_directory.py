@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from forerun.config import SFTConfig, load_config
+from forerun.config import SFTConfig
+from forerun.config_file import load_config
 from forerun.engines.state import checkpoints, whole_directory
 from forerun.errors import ForerunError, UsageError
 from forerun.trainers.sft import SFTTrainer

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoTokenizer
 
 import forerun
-from forerun.config import SFTConfig, load_config
+from forerun.config import SFTConfig
+from forerun.config_file import load_config
 from forerun.data.batch import Batch
 from forerun.engines.state import checkpoints
 from forerun.errors import ForerunError, UsageError

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from forerun.config import RLConfig, load_config
+from forerun.config import RLConfig
+from forerun.config_file import load_config
 from forerun.data.prompts import Prompt
 from forerun.engines.torch_engine import TorchEngine
 from forerun.models.attach import attach
