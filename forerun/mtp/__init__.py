@@ -5,7 +5,7 @@ from forerun.mtp.config import MTPConfig
 from forerun.mtp.graft import graft
 from forerun.mtp.losses import LossSpec, chunked_log_probs, fused_loss
 from forerun.mtp.shift import depth_counts, depth_targets, document_ids
-from forerun.mtp.stats import MTPStats
+from forerun.mtp.stats import MTPStats, reduce_counts
 
 __all__ = [
     "LossSpec",
@@ -19,4 +19,5 @@ __all__ = [
     "document_ids",
     "fused_loss",
     "graft",
+    "reduce_counts",
 ]

@@ -1,20 +1,25 @@
 """Which token each depth reads and predicts: shifts that never leave a document.
 
-Position i of depth k reads t_{i+k} and predicts t_{i+k+1}. A shift moves a row left by k; a position whose source lies
-in another document, in padding or past the row is *invalid*. What a shifted tensor holds there is meaningless (zero)
-and must be masked by the validity that comes with it: no token id is ever trained on there.
+Position i of depth k reads t_{i+k} and predicts t_{i+k+1}. A position whose source lies in another document, in padding
+or past the row is *invalid*. What a shifted tensor holds there is meaningless (zero) and must be masked by the validity
+that comes with it: no token id is ever trained on there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.mtp.config import MaskRule
 
 PADDING = -1
+
+# (x [..., S], n) -> a function that gives x at the positions i + j, [..., S], for j = 0..n; zero past the row's end.
+LookAhead = Callable[[Tensor, int], Callable[[int], Tensor]]
 
 
 def document_ids(position_ids: Tensor | None = None, attention_mask: Tensor | None = None) -> Tensor:
@@ -71,21 +76,11 @@ def document_ids_from_cu_seqlens(
     return torch.where(real, documents, PADDING).unsqueeze(0)
 
 
-def shift(x: Tensor, k: int) -> Tensor:
-    """x [B, S, ...] moved left by k along the row; the k vacated places hold zeros."""
-    if k == 0:
-        return x
-    out = torch.zeros_like(x)
-    out[:, :-k] = x[:, k:]
-    return out
-
-
-def within_document(documents: Tensor, k: int) -> Tensor:
-    """bool [B, S]: i + k exists and lies in i's document."""
-    same = shift(documents, k) == documents
-    if k:
-        same[:, -k:] = False
-    return same & (documents != PADDING)
+def look_ahead_in_rows(x: Tensor, n: int) -> Callable[[int], Tensor]:
+    """`LookAhead` over whole rows: what follows position i is position i + 1. Views of one padded copy."""
+    length = x.shape[-1]
+    padded = F.pad(x, (0, n))
+    return lambda j: padded[..., j : j + length]
 
 
 @dataclass(frozen=True)
@@ -95,6 +90,7 @@ class DepthTargets:
     input_ids: Tensor  # long, t_{i+k}
     labels: Tensor  # long, t_{i+k+1}
     valid: Tensor  # bool, the position counts
+    position_ids: Tensor | None = None  # long, the position of t_{i+k} in its document
 
 
 def depth_targets(
@@ -104,6 +100,8 @@ def depth_targets(
     depth: int,
     mask_rule: MaskRule = "target",
     labels: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    look_ahead: LookAhead = look_ahead_in_rows,
 ) -> DepthTargets:
     """Inputs, labels and validity of one depth (from 1; depth 0 is the ordinary next-token loss).
 
@@ -114,23 +112,36 @@ def depth_targets(
         mask_rule: "target" asks it of the predicted token t_{i+k+1} alone (Megatron's and verl's rule), "span" of every
             token t_{i+1}..t_{i+k+1} that this position reads or predicts.
         labels: long [B, S], what to predict at each token's place; `input_ids` if None.
+        position_ids: long [B, S], for a block whose positions are those of the token it reads (NeMo Automodel). The
+            decoder layers here take the hidden's own, as Megatron does: with rotary embeddings the two are the same.
+        look_ahead: what follows a position. Called once, so a context-parallel shard
+            (`forerun.mtp.context_parallel`) asks its neighbours once per depth.
     """
-    loss_mask = loss_mask.bool()
-    supervised = shift(loss_mask, depth + 1)
-    if mask_rule == "span":
-        for j in range(1, depth + 1):
-            supervised = supervised & shift(loss_mask, j)
+    fields = [input_ids, documents - PADDING, loss_mask.long()]  # the zeros past a row's end then say "padding"
+    fields += [x for x in (labels, position_ids) if x is not None]
+    at = look_ahead(torch.stack(fields), depth + 1)
+    read, target = at(depth).unbind(), at(depth + 1).unbind()
+    valid = (target[1] == documents - PADDING) & (documents != PADDING)
+    for j in range(1, depth + 2) if mask_rule == "span" else (depth + 1,):
+        valid = valid & at(j)[2].bool()
     return DepthTargets(
-        input_ids=shift(input_ids, depth),
-        labels=shift(input_ids if labels is None else labels, depth + 1),
-        valid=supervised & within_document(documents, depth + 1),
+        input_ids=read[0],
+        labels=target[0 if labels is None else 3],
+        valid=valid,
+        position_ids=None if position_ids is None else read[-1],
     )
 
 
-def depth_counts(documents: Tensor, loss_mask: Tensor, num_depths: int, mask_rule: MaskRule = "target") -> list[int]:
+def depth_counts(
+    documents: Tensor,
+    loss_mask: Tensor,
+    num_depths: int,
+    mask_rule: MaskRule = "target",
+    look_ahead: LookAhead = look_ahead_in_rows,
+) -> list[int]:
     """N_k for k = 1..D of these rows, from the masks alone. Add over micro-batches and ranks before the step."""
     dummy = torch.zeros_like(documents)
     return [
-        int(depth_targets(dummy, documents, loss_mask, depth, mask_rule).valid.sum())
+        int(depth_targets(dummy, documents, loss_mask, depth, mask_rule, look_ahead=look_ahead).valid.sum())
         for depth in range(1, num_depths + 1)
     ]

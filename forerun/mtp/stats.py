@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,22 @@ FIELDS = (
     "chain_count",  # positions valid at this depth and every one before
     "chain_hits",  # ... where every depth up to this one agrees with the trunk's top-1
 )
+
+
+def reduce_counts(
+    counts: Sequence[int], group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> list[int]:
+    """Counts summed over a process group's ranks. Every rank calls it, before the step, also one that has no rows.
+
+    Args:
+        counts: this rank's, over all its micro-batches: N_k from `forerun.mtp.shift.depth_counts`, or any others that a
+            loss of the step divides by.
+        group: data- and context-parallel ranks, whose gradients are then *summed*; None is the default group.
+        device: where the group's backend works, "cuda" for NCCL.
+    """
+    total = torch.tensor(list(counts), dtype=torch.long, device=device)
+    dist.all_reduce(total, group=group)
+    return total.tolist()
 
 
 @dataclass

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.mtp.shift import depth_counts, depth_targets, document_ids, document_ids_from_cu_seqlens, shift
+from forerun.mtp.shift import depth_counts, depth_targets, document_ids, document_ids_from_cu_seqlens
 
 
 def expected(documents: list[list[int]], masks: list[list[bool]], depth: int, rule: str) -> set[tuple[int, int, int]]:
@@ -104,7 +104,17 @@ def test_labels_may_differ_from_the_tokens_read() -> None:
     assert targets.labels[0, 0] == 12
 
 
-def test_shift_keeps_trailing_dimensions() -> None:
-    x = torch.arange(12.0).view(1, 4, 3)
-    assert shift(x, 1)[0].tolist() == [*x[0, 1:].tolist(), [0.0, 0.0, 0.0]]
-    assert shift(x, 9).abs().sum() == 0
+def test_position_ids_go_with_the_token_read() -> None:
+    ids = torch.arange(10, 16).unsqueeze(0)
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    targets = depth_targets(ids, documents, torch.ones_like(ids).bool(), 1, position_ids=positions)
+    assert targets.position_ids is not None
+    assert targets.position_ids[targets.valid].tolist() == [1, 1]
+    assert targets.input_ids[targets.valid].tolist() == [11, 14]
+    assert targets.labels[targets.valid].tolist() == [12, 15]
+
+
+def test_a_row_shorter_than_the_depth_has_no_valid_position() -> None:
+    ids = torch.arange(2).unsqueeze(0)
+    assert not depth_targets(ids, torch.zeros_like(ids), torch.ones_like(ids).bool(), 9).valid.any()
