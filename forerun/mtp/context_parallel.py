@@ -1,8 +1,9 @@
 """Context parallelism: a rank's part of rows cut in zig-zag, and what follows it.
 
 Every document is cut into 2·size equal chunks, of which rank r holds chunks r and 2·size - 1 - r, so causal attention
-costs every rank the same (Megatron-Core's and Transformer Engine's layout). An unpacked batch is the case of one document
-as long as the row; in a packed row each document is cut by itself and lies one after the other on every rank.
+costs every rank the same (Megatron-Core's and Transformer Engine's layout). An unpacked batch is the case of one
+document as long as the row; in a packed row each document is cut by itself, and a rank holds its parts one after the
+other.
 """
 
 from __future__ import annotations
