@@ -1,0 +1,47 @@
+"""Interpreters of the oracles' environments. Where one cannot be built its tests skip, or fail if oracles are required."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.oracles.environments import OracleUnavailable, environment
+
+
+@pytest.fixture(scope="session")
+def oracle(request: pytest.FixtureRequest) -> Callable[[str], Path]:
+    """name -> the interpreter of that oracle's environment.
+
+    With FORERUN_REQUIRE_ORACLES=1 in the environment an oracle that cannot be had fails its tests; else it skips them.
+    """
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def say(line: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(f"\n{line}", flush=True)
+
+    def find(name: str) -> Path:
+        try:
+            return environment(name, say)
+        except OracleUnavailable as error:
+            reason = f"the oracle {name} cannot be built here: {error}"
+        if os.environ.get("FORERUN_REQUIRE_ORACLES") == "1":
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def megatron_env(oracle: Callable[[str], Path]) -> Path:
+    """The interpreter that has megatron-core."""
+    return oracle("megatron")
+
+
+@pytest.fixture(scope="session")
+def verl_env(oracle: Callable[[str], Path]) -> Path:
+    """The interpreter that has verl."""
+    return oracle("verl")
