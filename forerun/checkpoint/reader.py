@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-import json
+import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from forerun.checkpoint.files import locate, read_json_object, shown, why_not_safetensors
 from forerun.errors import UsageError
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+SUFFIX = ".safetensors"
+
+_OTHER_FORMATS = {
+    ".bin": "pickles, which can run code when they are opened: convert them to safetensors where you trust them",
+    ".pt": "pickles, which can run code when they are opened: convert them to safetensors where you trust them",
+    ".pth": "pickles, which can run code when they are opened: convert them to safetensors where you trust them",
+    ".gguf": "GGUF, which llama.cpp reads: give the safetensors checkpoint that it was made from",
+}
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a shard's header says of a tensor: its shape, and its dtype by safetensors' name ("BF16", "F8_E4M3")."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 class CheckpointReader:
-    """A checkpoint directory in safetensors.
+    """A checkpoint directory in safetensors. Opening it reads JSON and, without an index, one header; never a tensor.
+
+    Symbolic links are followed as `forerun.checkpoint.files` says.
+
+    Attributes:
+        path: the directory.
+        config: config.json.
+        index: model.safetensors.index.json, None where there is none.
 
     Raises:
         UsageError: on construction, if the directory is not a readable checkpoint; one line says what is wrong.
@@ -25,48 +50,79 @@ class CheckpointReader:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not self.path.is_dir():
-            raise UsageError(f"{path} is not a directory: give a Hugging Face checkpoint directory")
-        self.config = self._json(CONFIG)
-        self._file_of = self._tensor_files()
+        if os.path.isfile(self.path):
+            raise UsageError(f"{shown(path)} is a file: give the checkpoint directory that it lies in")
+        if not os.path.isdir(self.path):
+            raise UsageError(f"{shown(path)} is not a directory: give a Hugging Face checkpoint directory")
+        if not os.path.lexists(self.path / CONFIG):
+            raise UsageError(f"{self.path} has no {CONFIG}: it is no Hugging Face checkpoint directory{self._others()}")
+        self.config = read_json_object(self.path, CONFIG)
+        self.index = read_json_object(self.path, INDEX) if os.path.lexists(self.path / INDEX) else None
+        self._file_of = self._indexed_files() if self.index is not None else self._single_file()
 
-    def _json(self, name: str) -> dict[str, Any]:
-        file = self.path / name
+    def _indexed_files(self) -> dict[str, str]:
+        assert self.index is not None
+        weight_map = self.index.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UsageError(f"{self.path / INDEX} has no weight_map: download it again, or save the model again")
+        for shard in {name if isinstance(name, str) else None for name in weight_map.values()}:
+            if shard is None or not shard.endswith(SUFFIX):
+                raise UsageError(f"{self.path / INDEX} names '{shown(shard)}', which is no safetensors file")
+            if not os.path.lexists(self.path / shard):
+                raise UsageError(f"{self.path} lacks {shown(shard)}, which its index names: copy the missing shard")
+            locate(self.path, shard)
+        return weight_map
+
+    def _single_file(self) -> dict[str, str]:
+        if not os.path.lexists(self.path / SINGLE):
+            raise UsageError(
+                f"{self.path} holds no {SINGLE} and no {INDEX}: only safetensors checkpoints are read{self._others()}"
+            )
+        return dict.fromkeys(self.headers(SINGLE), SINGLE)
+
+    def _others(self) -> str:
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UsageError(f"{self.path} has no {name}: it is no Hugging Face checkpoint directory") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise UsageError(f"cannot read {file}: {error}") from None
-        if not isinstance(content, dict):
-            raise UsageError(f"{file} does not hold a JSON object")
-        return content
-
-    def _tensor_files(self) -> dict[str, str]:
-        if (self.path / INDEX).exists():
-            weight_map = self._json(INDEX).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise UsageError(f"{self.path / INDEX} has no weight_map")
-            for shard in set(weight_map.values()):
-                if not isinstance(shard, str) or Path(shard).name != shard:
-                    raise UsageError(f"{self.path / INDEX} names {shard!r}, which is no file of the directory")
-                if not (self.path / shard).is_file():
-                    raise UsageError(f"{self.path} lacks {shard}, which its index names: copy the missing shard")
-            return weight_map
-        if not (self.path / SINGLE).is_file():
-            raise UsageError(f"{self.path} holds no {SINGLE} and no {INDEX}: only safetensors checkpoints are read")
-        with self._open(SINGLE) as file:
-            return dict.fromkeys(file.keys(), SINGLE)
-
-    def _open(self, name: str) -> Any:
-        try:
-            return safe_open(self.path / name, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise UsageError(f"cannot read {self.path / name}: {error}") from None
+            names = sorted(entry.name for entry in os.scandir(self.path))
+        except OSError:
+            return ""
+        for name in names:
+            if meaning := _OTHER_FORMATS.get(Path(name).suffix):
+                return f" ({shown(name)}: {meaning})"
+        return ""
 
     @property
     def tensor_names(self) -> set[str]:
+        """Every tensor that the index names; without an index, that the one file holds."""
         return set(self._file_of)
+
+    @property
+    def shards(self) -> list[str]:
+        """The files that hold the tensors, in order of their names."""
+        return sorted(set(self._file_of.values()))
+
+    def file_of(self, name: str) -> str:
+        """The file that should hold a tensor."""
+        return self._file_of[name]
+
+    def headers(self, shard: str) -> dict[str, TensorHeader]:
+        """What a file of the directory holds, from its header alone.
+
+        Raises:
+            UsageError: it cannot be read.
+        """
+        with self._open(shard) as file:
+            found = {}
+            for name in file.keys():  # noqa: SIM118 - not a dictionary
+                view = file.get_slice(name)
+                found[name] = TensorHeader(tuple(view.get_shape()), str(view.get_dtype()))
+            return found
+
+    def _open(self, shard: str) -> Any:
+        file = locate(self.path, shard)
+        try:
+            return safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UsageError(why_not_safetensors(file, error)) from None
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, as stored.
@@ -75,9 +131,12 @@ class CheckpointReader:
             UsageError: the checkpoint has no such tensor, or the shard that should hold it does not.
         """
         if name not in self._file_of:
-            raise UsageError(f"{self.path} has no tensor {name}")
+            raise UsageError(f"{self.path} has no tensor {shown(name)}")
         with self._open(self._file_of[name]) as file:
             try:
                 return file.get_tensor(name)
             except SafetensorError as error:
-                raise UsageError(f"cannot read {name} from {self.path / self._file_of[name]}: {error}") from None
+                raise UsageError(
+                    f"cannot read {shown(name)} from {self.path / self._file_of[name]}: {shown(error)}: "
+                    "copy the file again"
+                ) from None

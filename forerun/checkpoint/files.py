@@ -1,0 +1,107 @@
+"""Files of a checkpoint directory that nobody vouches for: where they really lie, what they really are, their JSON.
+
+A name in a directory may be a symbolic link. It is followed only to a file inside the same directory, or, where the
+directory is a snapshot of a Hugging Face hub cache (`models--*/snapshots/<revision>`), inside the same repository's
+folder `models--*`, where the hub keeps its blobs. A checkpoint that somebody else made can so never have a file of the
+reader's own machine read as if it were its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import UsageError
+
+# A 61-layer mixture of experts has an index of 9 MB; safetensors itself refuses headers above 100 MB.
+MAX_JSON_BYTES = 100_000_000
+
+# How files begin that are often found where safetensors should be. None is ever opened as what it is.
+_BEGINNINGS = (
+    (b"PK\x03\x04", "a pickle in a zip archive, as torch.save writes it: convert it to safetensors where you trust it"),
+    (b"\x80", "a pickle: convert it to safetensors where you trust it"),
+    (b"GGUF", "a GGUF file, which llama.cpp reads: give the safetensors checkpoint that it was made from"),
+    (b"version https://git-lfs", "a Git LFS pointer and not the file itself: run `git lfs pull` in the directory"),
+)
+
+
+def shown(text: object) -> str:
+    """A name out of a file as it may be printed: without control characters, line breaks or endless length."""
+    plain = str(text)
+    plain = plain if plain.isprintable() else ascii(plain)[1:-1]
+    return plain if len(plain) <= 200 else plain[:200] + "..."
+
+
+def locate(directory: Path, name: str) -> Path:
+    """The regular file `name` of `directory`.
+
+    Raises:
+        UsageError: the name is a path, there is no such file, or it is a link that leads elsewhere.
+    """
+    if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise UsageError(f"{directory} names the file '{shown(name)}', which is no file of the directory")
+    path = directory / name
+    if not os.path.isfile(path):
+        kind = "no regular file" if os.path.lexists(path) else "missing"
+        raise UsageError(f"{directory}: {shown(name)} is {kind}: copy it there")
+    home = Path(os.path.realpath(directory))
+    if home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--"):
+        home = home.parent.parent
+    if not Path(os.path.realpath(path)).is_relative_to(home):
+        raise UsageError(
+            f"{directory}: {shown(name)} is a symbolic link that leads out of the directory: copy the file there"
+        )
+    return path
+
+
+def read_json_object(directory: Path, name: str) -> dict[str, Any]:
+    """A JSON file that holds one object.
+
+    Raises:
+        UsageError: it is not there, or not UTF-8, JSON, an object; it names a key twice, or is too large or too deeply
+            nested to be one that a checkpoint needs.
+    """
+    file = locate(directory, name)
+    try:
+        if (size := file.stat().st_size) > MAX_JSON_BYTES:
+            raise UsageError(f"cannot read {file}: {size:,} bytes are too many for a JSON file of a checkpoint")
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"cannot read {file}: {_reason(error)}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{file} does not hold a JSON object")
+    return content
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"it has the key '{shown(key)}' twice: remove one")
+        found[key] = value
+    return found
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    return shown(" ".join(str(error).split()))
+
+
+def why_not_safetensors(file: Path, error: Exception) -> str:
+    """One line for a file that the safetensors library refused with `error`: what it is instead, where that shows."""
+    try:
+        with file.open("rb") as stream:
+            beginning = stream.read(32)
+    except OSError as problem:
+        return f"cannot read {file}: {_reason(problem)}"
+    if not beginning:
+        return f"{file} is empty: copy it again"
+    for start, meaning in _BEGINNINGS:
+        if beginning.startswith(start):
+            return f"{file} is {meaning}"
+    return f"cannot read {file}: {_reason(error)}: the file is damaged or cut short, copy it again"
