@@ -1,4 +1,4 @@
-"""Interpreters of the oracles' environments. Where one cannot be built its tests skip, or fail if oracles are required."""
+"""Interpreters of the oracles' environments. Without one its tests skip, or fail where oracles are required."""
 
 from __future__ import annotations
 
