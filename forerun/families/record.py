@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from forerun.mtp.block import ConcatOrder, Recurrence
 
@@ -18,6 +19,8 @@ class FamilyRecord:
         tensor_names: pairs (parameter prefix in `forerun.mtp.MTPLayer`, prefix in the checkpoint); `{k}` is the depth
             counted from 0. The longest matching prefix wins.
         concat_order: which half of the projection's input is the hidden.
+        trunk_hidden: what the first depth takes of the trunk, the hidden after its final norm (as the LM head does) or
+            before it.
         recurrence: what the next depth takes, the hidden after the final norm or before it.
         final_norm: whether a norm follows the decoder layer.
         trunk_model_type: the transformers model whose code runs the trunk, where transformers has none under the
@@ -32,6 +35,7 @@ class FamilyRecord:
     depth_key: str
     tensor_names: tuple[tuple[str, str], ...]
     concat_order: ConcatOrder
+    trunk_hidden: Literal["post_norm", "pre_norm"] = "post_norm"
     recurrence: Recurrence = "post_norm"
     final_norm: bool = True
     trunk_model_type: str | None = None

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from forerun.errors import UsageError
 from forerun.families import ATTACHED, FamilyRecord
 from forerun.models.carrier import MTPCarrier, make_carrier
-from forerun.models.trunk import base_model
+from forerun.models.trunk import UndoNorm, base_model
 from forerun.mtp.block import MTPBlock, MTPLayer
 from forerun.mtp.config import MTPConfig
 
@@ -70,7 +70,8 @@ def attach(
         ).to(dtype=norm.weight.dtype, device=norm.weight.device)
         _initialise(layer, norm, init, text_config.initializer_range, generator)
         built.append(layer.requires_grad_(True))  # the copies of a frozen trunk's modules are frozen too
-    block = MTPBlock(built, mtp.num_layers, family.recurrence)
+    undo_norm = UndoNorm(norm) if family.trunk_hidden == "pre_norm" else None
+    block = MTPBlock(built, mtp.num_layers, family.recurrence, undo_norm)
     setattr(model.config, family.depth_key, len(built))
     return make_carrier(model, block, mtp, family)
 

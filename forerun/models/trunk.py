@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
+from forerun.errors import UsageError
+
 
 def base_model(model: PreTrainedModel) -> nn.Module:
     """The trunk: the module whose output the LM head takes."""
     return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+
+
+class UndoNorm:
+    """Hidden states after an RMS norm -> before it, up to a positive factor per position.
+
+    A block whose own norm comes first does not see that factor (epsilons apart), so dividing by the norm's weight is
+    all there is to undo. No module: the norm stays the trunk's alone, also in a copy of the model.
+
+    Raises:
+        UsageError: on construction, the norm's weight has zeros, or it is no RMS norm.
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        self.norm = norm
+        if not bool(self.weight(cast(Tensor, norm.weight)).all()):
+            raise UsageError(
+                "the trunk's final norm has a zero weight, or is no RMS norm: this family's MTP block reads the hidden "
+                "before that norm, which cannot be told from what comes after it"
+            )
+
+    def weight(self, like: Tensor) -> Tensor:
+        """What the norm multiplies each feature by, [d], however it is parametrised (1 + weight, for instance)."""
+        return self.norm(torch.ones(like.shape[-1], dtype=like.dtype, device=like.device))
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        weight = self.weight(hidden_states)
+        # Hiddens without a graph are data, and so is the norm that made them.
+        return hidden_states / (weight if hidden_states.requires_grad else weight.detach())
 
 
 def project(model: PreTrainedModel, hidden_states: Tensor, vocabulary: Tensor | None = None) -> Tensor:

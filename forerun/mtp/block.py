@@ -68,9 +68,17 @@ class MTPBlock(nn.Module):
         layers: D layers, or a single one that every depth repeats.
         num_depths: D.
         recurrence: whether the next depth takes the hidden after the final norm or before it.
+        undo_norm: turns the trunk's hidden, as its LM head takes it, into what the first depth takes, where that is
+            the hidden before the trunk's final norm. None: the first depth takes it as it is.
     """
 
-    def __init__(self, layers: list[MTPLayer], num_depths: int, recurrence: Recurrence = "post_norm") -> None:
+    def __init__(
+        self,
+        layers: list[MTPLayer],
+        num_depths: int,
+        recurrence: Recurrence = "post_norm",
+        undo_norm: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__()
         if len(layers) not in (1, num_depths):
             raise ValueError(
@@ -79,6 +87,7 @@ class MTPBlock(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.num_depths = num_depths
         self.recurrence: Recurrence = recurrence
+        self.undo_norm = undo_norm
 
     def layer(self, depth: int) -> MTPLayer:
         """The layer that runs at a depth (from 1)."""
@@ -91,9 +100,12 @@ class MTPBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """One depth (from 1). Returns (the hidden for the LM head, the hidden for the next depth), both [B, S, d].
 
+        `hidden_states` are the trunk's at depth 1, as its LM head takes them; then those that the depth before returned.
         A depth past the last layer runs the last layer again: so a drafter chains further than it was trained.
         """
         layer = self.layer(depth)
+        if depth == 1 and self.undo_norm is not None:
+            hidden_states = self.undo_norm(hidden_states)
         post_norm, pre_norm = layer(hidden_states, inputs_embeds, **decoder_kwargs)
         return post_norm, post_norm if self.recurrence == "post_norm" else pre_norm
 

@@ -34,7 +34,8 @@ def test_the_fit_is_the_least_squares_solution(order: str) -> None:
         for b in range(2):
             for i in range(13):
                 if documents[b, i] >= 0 and documents[b, i] == documents[b, i + 1]:
-                    halves = [layer.hidden_norm(hidden[b, i]), layer.embed_norm(embed(model, ids[b, i + 1]))]
+                    entering = hidden[b, i] if model.mtp.undo_norm is None else model.mtp.undo_norm(hidden[b, i])
+                    halves = [layer.hidden_norm(entering), layer.embed_norm(embed(model, ids[b, i + 1]))]
                     x.append(torch.cat(halves if order == "hidden_embed" else halves[::-1]))
                     y.append(hidden[b, i + 1] / g)
     stacked, target = torch.stack(x), torch.stack(y)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from forerun.errors import ForerunError, UsageError
 from forerun.models.carrier import MTPCarrier, mtp_weight_names, named_weights
-from forerun.models.trunk import base_model
+from forerun.models.trunk import UndoNorm, base_model
 from forerun.mtp.block import MTPBlock, MTPLayer
 from forerun.rollout.native.cache import DecodeStep, KVCache, PrefillStep, Rotary, Step
 from forerun.rollout.native.layers import FusedDecoderLayer, WeightCopies
@@ -72,7 +72,10 @@ class ModelRunner:
         else:
             self.head = TunedLinear(shared, None if head.bias is None else copies.copy(head.bias), self.table)
         self._rotary_module = copy.deepcopy(trunk.rotary_emb).to(device)
-        self.block = _copy_block(model.mtp, len(self.layers), copies) if isinstance(model, MTPCarrier) else None
+        self.block: MTPBlock | None = None
+        if isinstance(model, MTPCarrier):
+            undo_norm = None if model.mtp.undo_norm is None else UndoNorm(self.norm)
+            self.block = _copy_block(model.mtp, len(self.layers), copies, undo_norm)
         self.draft_vocabulary = _sorted_vocabulary(draft_vocabulary, self.vocab_size, device)
         self.draft_head = self._make_draft_head()
         self.weights = _name_weights(model, copies)
@@ -203,7 +206,9 @@ def _check_kind(model: PreTrainedModel, trunk: Any) -> None:
         raise UsageError(f"the native engine runs Llama-like models and {type(model).__name__} is none")
 
 
-def _copy_block(block: MTPBlock, first_cache_layer: int, copies: WeightCopies) -> MTPBlock:
+def _copy_block(
+    block: MTPBlock, first_cache_layer: int, copies: WeightCopies, undo_norm: UndoNorm | None
+) -> MTPBlock:
     """The same block, made of the engine's layers; `MTPBlock.step` is the one definition of what it computes."""
     layers = []
     for k, layer in enumerate(block.layers):
@@ -217,7 +222,7 @@ def _copy_block(block: MTPBlock, first_cache_layer: int, copies: WeightCopies) -
         made.decoder = FusedDecoderLayer(layer.decoder, first_cache_layer + k, copies)
         made.final_norm = nn.Identity() if isinstance(layer.final_norm, nn.Identity) else copies.norm(layer.final_norm)
         layers.append(made)
-    return MTPBlock(layers, block.num_depths, block.recurrence)
+    return MTPBlock(layers, block.num_depths, block.recurrence, undo_norm)
 
 
 def _sorted_vocabulary(vocabulary: Tensor | None, size: int, device: torch.device) -> Tensor | None:
