@@ -205,8 +205,8 @@ class SFTConfig:
     # Head-only training: the trunk gets neither gradient nor update.
     freeze_trunk: bool = False
     # Start of a block for a model that has none: "fit" solves for its projection on the first training rows (seconds,
-    # and far ahead of the others), "copy_last" copies the trunk's last layer, "plain" is random.
-    mtp_init: Literal["fit", "copy_last", "plain"] = "fit"
+    # and far ahead of the others), "carry" repeats the trunk's last prediction, "plain" is random.
+    mtp_init: Literal["fit", "carry", "plain"] = "fit"
     # Keep the frozen trunk's hiddens in memory, so that further epochs cost only the head.
     cache_hiddens: bool = False
 

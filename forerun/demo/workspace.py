@@ -128,7 +128,7 @@ class Workspace:
         if isinstance(model, MTPCarrier):
             model.mtp_config = mtp_config()
             return model
-        return attach(model, mtp_config(), init="identity", seed=self.options.seed)
+        return attach(model, mtp_config(), seed=self.options.seed)
 
     def trained_model(self, path: Path) -> MTPCarrier:
         """A checkpoint that a phase of this run exported, set up for training and drafting."""

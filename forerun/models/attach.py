@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import copy
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from forerun.errors import UsageError
 from forerun.families import ATTACHED, FamilyRecord
 from forerun.models.carrier import MTPCarrier, make_carrier
+from forerun.models.init import Init, fit_to_text, initialise
 from forerun.models.trunk import UndoNorm, base_model
 from forerun.mtp.block import MTPBlock, MTPLayer
 from forerun.mtp.config import MTPConfig
-
-Init = Literal["copy_last", "plain", "identity"]
-
 
 def attach(
     model: PreTrainedModel,
     mtp: MTPConfig | None = None,
     *,
-    init: Init = "copy_last",
+    init: Init = "carry",
+    fit_to: Sequence[Tensor] = (),
     family: FamilyRecord = ATTACHED,
     seed: int = 0,
 ) -> MTPCarrier:
@@ -36,16 +35,23 @@ def attach(
     Args:
         model: a decoder-only causal LM of transformers whose layers are called as Llama's are.
         mtp: default is `MTPConfig(enable=True)`.
-        init: "copy_last" copies the trunk's last layer and starts the projection as the sum of both halves; "plain"
-            draws every matrix from N(0, initializer_range); "identity" draws the same but zeroes the layer's output
-            projections, so the block starts as its projection alone (for `forerun.models.init.fit_projection`).
+        init: how the block starts. "carry": the projection passes the trunk's hidden on, the decoder layer is a copy of
+            the trunk's with silent outputs, and the final norm keeps half the trunk's logit scale; so the head repeats
+            the trunk's last prediction, and its loss starts below ln V. "plain": every matrix is drawn from
+            N(0, initializer_range), as those of a model trained from nothing are.
+        fit_to: text to solve for the projection on, as token ids, long [B, S] each, every row one document. The best
+            start, for one forward of the trunk over it (`forerun.models.init.fit_projection`): give several times 2d
+            tokens of what the model will write. Needs init="carry".
         family: layout of the tensors on disk.
         seed: of the random inits.
 
     Raises:
-        UsageError: the model carries MTP already, or has no decoder layers that can be copied.
+        UsageError: the model carries MTP already, or has no decoder layers that can be copied; or fit_to with
+            init="plain".
     """
     mtp = mtp or MTPConfig(enable=True)
+    if fit_to and init != "carry":
+        raise UsageError(f"fit_to solves for a block that starts as its projection: give init='carry', not {init!r}")
     if isinstance(model, MTPCarrier):
         raise UsageError("the model carries an MTP block already: load it with forerun.load and use it as it is")
     trunk = base_model(model)
@@ -68,12 +74,15 @@ def attach(
         layer = MTPLayer(
             text_config.hidden_size, _copy_layer(layers[-1], k), make_norm, family.concat_order, family.final_norm
         ).to(dtype=norm.weight.dtype, device=norm.weight.device)
-        _initialise(layer, norm, init, text_config.initializer_range, generator)
+        initialise(layer, norm, init, text_config.initializer_range, generator, family, first=k == 0)
         built.append(layer.requires_grad_(True))  # the copies of a frozen trunk's modules are frozen too
     undo_norm = UndoNorm(norm) if family.trunk_hidden == "pre_norm" else None
     block = MTPBlock(built, mtp.num_layers, family.recurrence, undo_norm)
     setattr(model.config, family.depth_key, len(built))
-    return make_carrier(model, block, mtp, family)
+    carrier = make_carrier(model, block, mtp, family)
+    if fit_to:
+        fit_to_text(carrier, fit_to)
+    return carrier
 
 
 def _copy_layer(layer: nn.Module, k: int) -> nn.Module:
@@ -83,28 +92,3 @@ def _copy_layer(layer: nn.Module, k: int) -> nn.Module:
         if "layer_idx" in module.__dict__:
             module.__dict__["layer_idx"] = k
     return made
-
-
-@torch.no_grad()
-def _initialise(layer: MTPLayer, norm: nn.Module, init: Init, std: float, generator: torch.Generator) -> None:
-    if isinstance(layer.final_norm, type(norm)):
-        layer.final_norm.load_state_dict(norm.state_dict())
-    size = layer.proj.out_features
-    if init == "copy_last":
-        eye = torch.eye(size, dtype=layer.proj.weight.dtype, device=layer.proj.weight.device)
-        layer.proj.weight.copy_(torch.cat([eye, eye], dim=1))
-        return
-    if init not in ("plain", "identity"):
-        raise UsageError(f"init={init!r} is not one of copy_last, plain, identity")
-    for name, parameter in layer.named_parameters():
-        if parameter.dim() >= 2:
-            drawn = torch.randn(parameter.shape, generator=generator) * std
-            parameter.copy_(drawn)
-        elif name.endswith("bias"):
-            parameter.zero_()
-        elif "decoder" in name:
-            parameter.fill_(1.0)
-    if init == "identity":
-        for name, parameter in layer.decoder.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.zero_()

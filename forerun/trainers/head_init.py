@@ -23,11 +23,8 @@ FIT_TOKENS = 16_384
 def fit_new_head(engine: TorchEngine, rows: Sequence[Batch], max_tokens: int = FIT_TOKENS) -> float:
     """Fit the projection to the trunk's hiddens of the first rows (see `models.init.fit_projection`), in place.
 
-    Deeper layers get a copy of the first: where depth k - 1 foresees the trunk's hidden at i + k - 1, depth k has the
-    same map to learn.
-
     Args:
-        engine: of a model attached with init="identity".
+        engine: of a model attached with init="carry".
         rows: training rows, of which as many are read as hold max_tokens.
 
     Returns:
@@ -52,8 +49,5 @@ def fit_new_head(engine: TorchEngine, rows: Sequence[Batch], max_tokens: int = F
 
         rows_read = [(row.input_ids, row.document_ids) for row in chosen]
         explained = fit_projection(model, rows_read, trunk_hidden)
-    first, *others = model.mtp.layers
-    for layer in others:
-        layer.load_state_dict(first.state_dict())
     logger.info("fitted the new head to %d tokens: %.0f %% of the variance explained", tokens, 100 * explained)
     return explained

@@ -80,7 +80,7 @@ def carries_mtp(config: ModelConfig) -> bool:
 
 
 def load_model(
-    config: ModelConfig, mtp: MTPConfig, device: torch.device, seed: int = 0, init: Init = "copy_last"
+    config: ModelConfig, mtp: MTPConfig, device: torch.device, seed: int = 0, init: Init = "carry"
 ) -> PreTrainedModel:
     """The model of a run; one without an MTP block gets a new one of `mtp.num_layers` depths if `mtp.enable` asks.
 

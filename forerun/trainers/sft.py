@@ -106,7 +106,7 @@ class SFTTrainer:
             fit = config.mtp_init == "fit"
             if initialise is None and fit and config.mtp.enable_train and not carries_mtp(config.model):
                 initialise = self._fit_head
-            init: Init = "identity" if config.mtp_init == "fit" else config.mtp_init
+            init: Init = "carry" if config.mtp_init == "fit" else config.mtp_init
             engine = TorchEngine(
                 load_model(config.model, config.mtp, device, config.trainer.seed, init),
                 engine_config(config.engine, config.optim, config.mtp, self.total_steps, not config.freeze_trunk),

@@ -47,7 +47,7 @@ def engine_with(rule: str = "target", **settings: bool) -> TorchEngine:
     mtp = MTPConfig(
         enable=True, enable_train=True, num_layers=2, detach_encoder=True, mask_rule=rule, mtp_loss_scaling_factor=0.3
     )  # type: ignore[arg-type]
-    return TorchEngine(attach(LlamaForCausalLM(config).double(), mtp), TorchEngineConfig(**settings))  # type: ignore[arg-type]
+    return TorchEngine(attach(LlamaForCausalLM(config).double(), mtp, init="plain"), TorchEngineConfig(**settings))  # type: ignore[arg-type]
 
 
 def next_token_loss(log_probs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:

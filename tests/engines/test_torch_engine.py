@@ -121,7 +121,7 @@ def test_engine_fulfils_the_protocol() -> None:
 @pytest.mark.parametrize("isolated", [True, False])
 @pytest.mark.parametrize("loss", ["ce", "soft_ce", "tv"])
 def test_any_split_has_the_gradient_of_the_whole(tied: bool, isolated: bool, loss: str) -> None:
-    model = attach(tiny_model(tied, dtype=torch.float64), mtp_config(detach_encoder=isolated, loss=loss))
+    model = attach(tiny_model(tied, dtype=torch.float64), mtp_config(detach_encoder=isolated, loss=loss), init="plain")
     engine = engine_for(model)
     packed = rows()
     assert len(packed) >= 3
@@ -167,7 +167,7 @@ def test_log_probs_equal_the_models_own_logits() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_heads_isolation_leaves_the_trunk_bit_identical(tied: bool) -> None:
     plain = engine_for(tiny_model(tied))
-    isolated = engine_for(attach(tiny_model(tied), mtp_config()))
+    isolated = engine_for(attach(tiny_model(tied), mtp_config(), init="plain"))
     head_before = {name: tensor.clone() for name, tensor in isolated.drafter_weights()}
     train(plain, 4)
     train(isolated, 4)
@@ -179,8 +179,10 @@ def test_heads_isolation_leaves_the_trunk_bit_identical(tied: bool) -> None:
 
 def test_joint_training_changes_the_trunk_and_scale_zero_does_not() -> None:
     plain = engine_for(tiny_model())
-    joint = engine_for(attach(tiny_model(), mtp_config(detach_encoder=False)))
-    silent = engine_for(attach(tiny_model(), mtp_config(detach_encoder=False, mtp_loss_scaling_factor=0.0)))
+    joint = engine_for(attach(tiny_model(), mtp_config(detach_encoder=False), init="plain"))
+    silent = engine_for(
+        attach(tiny_model(), mtp_config(detach_encoder=False, mtp_loss_scaling_factor=0.0), init="plain")
+    )
     for engine in (plain, joint, silent):
         train(engine, 2)
     reference, moved = weights(plain), trunk_weights(joint)
@@ -191,8 +193,8 @@ def test_joint_training_changes_the_trunk_and_scale_zero_does_not() -> None:
 
 
 def test_frozen_trunk_trains_the_head_alone_with_the_gradient_of_isolation() -> None:
-    frozen = engine_for(attach(tiny_model(), mtp_config()), train_trunk=False)
-    free = engine_for(attach(tiny_model(), mtp_config()))
+    frozen = engine_for(attach(tiny_model(), mtp_config(), init="plain"), train_trunk=False)
+    free = engine_for(attach(tiny_model(), mtp_config(), init="plain"))
     batches = micro_batches(rows(), 2)
     head_only, metrics = gradients(frozen, batches)
     both, _ = gradients(free, batches)
@@ -206,10 +208,10 @@ def test_frozen_trunk_trains_the_head_alone_with_the_gradient_of_isolation() -> 
 
 
 def test_cached_hiddens_change_nothing_and_spare_the_trunk(tmp_path: Path) -> None:
-    direct = engine_for(attach(tiny_model(), mtp_config()), train_trunk=False)
+    direct = engine_for(attach(tiny_model(), mtp_config(), init="plain"), train_trunk=False)
     for directory in (None, tmp_path / "hiddens"):
         cache = HiddenCache(directory, trunk_id="t")
-        cached = TorchEngine(attach(tiny_model(), mtp_config()), direct.config, hidden_cache=cache)
+        cached = TorchEngine(attach(tiny_model(), mtp_config(), init="plain"), direct.config, hidden_cache=cache)
         packed = rows()
         first, _ = gradients(cached, micro_batches(packed, 2))
         assert (cache.hits, cache.misses) == (0, len(packed))
@@ -220,29 +222,30 @@ def test_cached_hiddens_change_nothing_and_spare_the_trunk(tmp_path: Path) -> No
             torch.testing.assert_close(first[name], gradient, msg=name)
             torch.testing.assert_close(again[name], gradient, msg=name)
     other = HiddenCache(tmp_path / "hiddens", trunk_id="another trunk")
-    stranger = TorchEngine(attach(tiny_model(), mtp_config()), direct.config, hidden_cache=other)
+    stranger = TorchEngine(attach(tiny_model(), mtp_config(), init="plain"), direct.config, hidden_cache=other)
     gradients(stranger, micro_batches(rows(), 1))
     assert other.hits == 0
 
 
 def test_hidden_cache_refuses_a_trunk_that_moves() -> None:
     with pytest.raises(UsageError, match="train_trunk=false"):
-        TorchEngine(attach(tiny_model(), mtp_config()), hidden_cache=HiddenCache())
+        TorchEngine(attach(tiny_model(), mtp_config(), init="plain"), hidden_cache=HiddenCache())
 
 
 @pytest.mark.parametrize("isolated", [True, False])
 def test_activation_recompute_gives_identical_gradients(isolated: bool) -> None:
     batches = micro_batches(rows(), 2)
-    plain, _ = gradients(engine_for(attach(tiny_model(), mtp_config(detach_encoder=isolated))), batches)
+    plain, _ = gradients(engine_for(attach(tiny_model(), mtp_config(detach_encoder=isolated), init="plain")), batches)
     recomputed, _ = gradients(
-        engine_for(attach(tiny_model(), mtp_config(detach_encoder=isolated)), activation_recompute=True), batches
+        engine_for(attach(tiny_model(), mtp_config(detach_encoder=isolated), init="plain"), activation_recompute=True),
+        batches,
     )
     assert_same(plain, recomputed)
 
 
 def test_autocast_trains_float32_weights() -> None:
-    engine = engine_for(attach(tiny_model(), mtp_config()), autocast="bfloat16")
-    exact, _ = gradients(engine_for(attach(tiny_model(), mtp_config())), [stack_rows(rows())])
+    engine = engine_for(attach(tiny_model(), mtp_config(), init="plain"), autocast="bfloat16")
+    exact, _ = gradients(engine_for(attach(tiny_model(), mtp_config(), init="plain")), [stack_rows(rows())])
     rounded, _ = gradients(engine, [stack_rows(rows())])
     assert exact.keys() == rounded.keys()
     for name, gradient in exact.items():
@@ -251,7 +254,7 @@ def test_autocast_trains_float32_weights() -> None:
 
 
 def test_head_has_its_own_learning_rate_and_clipping() -> None:
-    model = attach(tiny_model(), mtp_config())
+    model = attach(tiny_model(), mtp_config(), init="plain")
     config = OptimizerConfig(lr=1e-3, mtp_lr=1e-2, max_grad_norm=1e-3, lr_scheduler_type="linear", total_steps=4)
     engine = TorchEngine(model, TorchEngineConfig(optimizer=config))
     batches = [stack_rows(rows())]
@@ -283,14 +286,14 @@ def nan_loss(log_probs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tens
 
 def test_non_finite_loss_stops_or_drops_the_step() -> None:
     batches = [stack_rows(rows())]
-    stopping = engine_for(attach(tiny_model(), mtp_config()))
+    stopping = engine_for(attach(tiny_model(), mtp_config(), init="plain"))
     before = weights(stopping)
     with pytest.raises(NonFiniteError, match="step 1: loss is not finite"):
         stopping.forward_backward(batches, nan_loss)
     assert_same(before, weights(stopping))
     assert all(p.grad is None for p in stopping.model.parameters())
 
-    dropping = engine_for(attach(tiny_model(), mtp_config()), on_nonfinite="skip")
+    dropping = engine_for(attach(tiny_model(), mtp_config(), init="plain"), on_nonfinite="skip")
     dropping.forward_backward(batches, nan_loss)
     assert dropping.step()["skipped"] == 1.0
     assert_same(before, weights(dropping))
@@ -301,7 +304,7 @@ def test_non_finite_loss_stops_or_drops_the_step() -> None:
 
 def test_non_finite_gradient_is_caught_before_the_update() -> None:
     batches = [stack_rows(rows())]
-    engine = engine_for(attach(tiny_model(), mtp_config()))
+    engine = engine_for(attach(tiny_model(), mtp_config(), init="plain"))
     before = weights(engine)
     engine.forward_backward(batches, MeanLoss(batches))
     next(iter(engine.groups.mtp.values())).grad.fill_(float("inf"))  # type: ignore[union-attr]
@@ -324,7 +327,7 @@ torch.save({{"weights": weights(engine), "draw": torch.rand(3)}}, {out!r})
 
 
 def resumable(seed: int) -> TorchEngine:
-    model = attach(tiny_model(seed=seed), mtp_config(detach_encoder=False), seed=seed)
+    model = attach(tiny_model(seed=seed), mtp_config(detach_encoder=False), init="plain", seed=seed)
     optimizer = OptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", warmup_steps=2, total_steps=6, weight_decay=0.1)
     return TorchEngine(model, TorchEngineConfig(optimizer=optimizer))
 
@@ -360,7 +363,7 @@ def test_checkpoints_of_another_model_or_setting_are_refused(tmp_path: Path) -> 
     with pytest.raises(ForerunError, match="no place in the model"):
         engine_for(tiny_model()).load(tmp_path / "checkpoint-1")
     with pytest.raises(ForerunError, match="not being trained"):
-        engine_for(attach(tiny_model(), mtp_config()), train_trunk=False).load(tmp_path / "checkpoint-1")
+        engine_for(attach(tiny_model(), mtp_config(), init="plain"), train_trunk=False).load(tmp_path / "checkpoint-1")
     (tmp_path / "checkpoint-1" / "trainer_state.json").write_text("{")
     with pytest.raises(ForerunError, match="cannot be read"):
         resumable(0).load(tmp_path / "checkpoint-1")
@@ -399,7 +402,7 @@ def test_an_interrupted_save_leaves_the_last_whole_checkpoint(tmp_path: Path, mo
 
 
 def test_evaluation_measures_agreement_and_leaves_no_gradient() -> None:
-    engine = engine_for(attach(tiny_model(), mtp_config()))
+    engine = engine_for(attach(tiny_model(), mtp_config(), init="plain"))
     figures = engine.evaluate(micro_batches(rows(), 2))
     whole = engine.evaluate([stack_rows(rows())])
     assert figures.keys() == whole.keys()

@@ -52,7 +52,9 @@ def trunk(kind: str = "llama", *, tied: bool = True, dtype: torch.dtype = torch.
 def carrier(
     kind: str = "llama", *, tied: bool = True, dtype: torch.dtype = torch.float64, layers: int = 1, repeat: bool = False
 ) -> MTPCarrier:
-    return attach(trunk(kind, tied=tied, dtype=dtype), MTPConfig(True, num_layers=layers, repeat_layer=repeat)).eval()
+    return attach(
+        trunk(kind, tied=tied, dtype=dtype), MTPConfig(True, num_layers=layers, repeat_layer=repeat), init="plain"
+    ).eval()
 
 
 def perfect_carrier() -> MTPCarrier:
@@ -61,7 +63,7 @@ def perfect_carrier() -> MTPCarrier:
     All decoder layers are identities, so the trunk's hidden is norm(E[t_i]). The block's projection passes the
     embedding half alone: its output for (h_i, E[t_{i+1}]) is norm(norm(E[t_{i+1}])), the trunk's hidden at i + 1.
     """
-    model = attach(trunk(tied=False), MTPConfig(True)).eval()
+    model = attach(trunk(tied=False), MTPConfig(True), init="plain").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):

@@ -90,7 +90,7 @@ Make = Callable[[PreTrainedModel, Path, list], Trainer]
 
 def attached(detach: bool = True) -> MTPCarrier:
     mtp = MTPConfig(enable=True, enable_train=True, detach_encoder=detach)
-    return attach(tiny_model(tied=False, dtype=torch.float32), mtp)
+    return attach(tiny_model(tied=False, dtype=torch.float32), mtp, init="plain")
 
 
 @pytest.mark.parametrize("make", TRAINERS)

@@ -185,10 +185,10 @@ def test_a_new_head_starts_from_a_fit_of_every_depth(settings: list[str], tmp_pa
         made.train()
         return json.loads((tmp_path / init / "metrics.jsonl").read_text().splitlines()[0])
 
-    fitted, copied, random_ = start("fit"), start("copy_last"), start("plain")
+    fitted, carried, random_ = start("fit"), start("carry"), start("plain")
     for depth in (1, 2):
         name = f"val/mtp/depth_{depth}/expected_acceptance"
-        assert fitted[name] > max(copied[name], random_[name]), depth
+        assert fitted[name] > max(carried[name], random_[name]), depth
 
 
 def test_a_loss_above_a_uniform_guess_raises_the_alarm(settings: list[str]) -> None:

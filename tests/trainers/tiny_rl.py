@@ -111,7 +111,7 @@ def trainer(config: RLConfig, seed: int = 0, rollout: RolloutEngine | None = Non
     """A trainer on a tiny model of its own; `PlainRollout` unless another engine is given."""
     model = make_model(seed)
     if config.mtp.enable:
-        model = attach(model, config.mtp, init=objects.pop("init", "copy_last"), seed=seed)
+        model = attach(model, config.mtp, init=objects.pop("init", "plain"), seed=seed)
     engine = TorchEngine(model, engine_config(config.engine, config.optim, config.mtp, config.trainer.total_steps))
     return RLTrainer(
         config,
