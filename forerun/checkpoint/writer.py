@@ -9,15 +9,31 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
-from forerun.checkpoint.reader import INDEX
+from forerun.checkpoint.files import locate, read_json_object
+from forerun.checkpoint.reader import CONFIG, INDEX
 from forerun.errors import ForerunError
 from forerun.families import FamilyRecord
 
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+# What belongs to a checkpoint and not to its model.
+_CARRIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "spiece.model",
+    "chat_template*",
+    "generation_config.json",
+    "*processor_config.json",
+)
 
 
 @contextmanager
@@ -63,15 +79,29 @@ def replace_files(scratch: Path, target: str | Path) -> None:
                 file.unlink()
 
 
-def restore_family_config(directory: Path, family: FamilyRecord, source: Path | None) -> None:
-    """Give config.json the family's own names, where another model's code ran the trunk; carry its remote code over."""
-    file = directory / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
-    config |= {"model_type": family.model_types[0], "architectures": [family.architecture]}
-    if source is not None:
-        original = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        if "auto_map" in original:
-            config["auto_map"] = original["auto_map"]
-            for code in source.glob("*.py"):
-                shutil.copy(code, directory / code.name)
-    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def restore_family_config(directory: Path, family: FamilyRecord) -> None:
+    """Give config.json the family's own names, where another model's code ran the trunk."""
+    _change_config(directory, {"model_type": family.model_types[0], "architectures": [family.architecture]})
+
+
+def carry_over(source: Path, directory: Path, target: Path) -> None:
+    """Copy the checkpoint's tokenizer, processor and generation files and its own Python code from where it came.
+
+    What `directory` or the target has already is left as it is.
+
+    Raises:
+        UsageError: one of the source's files is a link that leads elsewhere.
+    """
+    auto_map = read_json_object(source, CONFIG).get("auto_map")
+    patterns = (*_CARRIED, "*.py") if auto_map else _CARRIED
+    for name in sorted(file.name for file in source.iterdir()):
+        there = (directory / name).exists() or (target / name).exists()
+        if not there and any(fnmatch(name, pattern) for pattern in patterns):
+            shutil.copy(locate(source, name), directory / name)
+    if auto_map:
+        _change_config(directory, {"auto_map": auto_map})
+
+
+def _change_config(directory: Path, changes: dict[str, Any]) -> None:
+    config = read_json_object(directory, CONFIG) | changes
+    (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -14,9 +14,10 @@ MIMO = FamilyRecord(
         ("decoder.", "model.mtp_layers.{k}."),
     ),
     concat_order="hidden_embed",
+    namespace="model.mtp_layers.",
     trunk_model_type="qwen2",
     architecture="MiMoForCausalLM",
-    # vLLM's trunk hands out the hidden before its norm and normalises in compute_logits; SGLang's hands out the one after.
+    # vLLM's trunk hands out the hidden before its norm and normalises in compute_logits; SGLang's the one after.
     trunk_hidden="pre_norm",
     engine_zeroes_position_0=True,
     source="vLLM model_executor/models/mimo_mtp.py; the checkpoint's own modeling_mimo.py",

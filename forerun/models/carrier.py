@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from forerun.checkpoint.reader import CONFIG
-from forerun.checkpoint.writer import replace_files, restore_family_config, scratch_directory
+from forerun.checkpoint.writer import carry_over, replace_files, restore_family_config, scratch_directory
 from forerun.errors import ForerunError
 from forerun.families import FamilyRecord
+from forerun.models.layout import Layout, file_tensors, fill
 from forerun.models.training import mtp_forward
 from forerun.models.trunk import base_model
 from forerun.mtp.block import MTPBlock
@@ -42,17 +44,19 @@ class MTPCarrier(PreTrainedModel):
     Attributes:
         mtp: the block.
         mtp_config: how it is trained.
-        mtp_family: how it is laid out on disk.
+        mtp_family: what its checkpoints look like.
+        mtp_layout: which of the family's ways its own checkpoint has.
         mtp_loss_scale: what the trainer multiplies its own loss by before backward, see `forerun.mtp.graft`.
         mtp_accumulation_steps: forwards per optimizer step; divides the loss where the trainer hands down no count of
             the whole batch (`num_items_in_batch`).
         mtp_stats: sums since the last `pop_mtp_stats`, over the forwards that grafted a loss.
-        mtp_source: the checkpoint directory it was loaded from, whose remote-code files a save carries over.
+        mtp_source: the checkpoint directory it was loaded from, whose tokenizer and code files a save carries over.
     """
 
     mtp: MTPBlock
     mtp_config: MTPConfig
     mtp_family: FamilyRecord
+    mtp_layout: Layout
     mtp_loss_scale: LossScale
     mtp_accumulation_steps: int
     mtp_stats: MTPStats | None
@@ -70,20 +74,33 @@ class MTPCarrier(PreTrainedModel):
         state_dict: Mapping[str, Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        """As transformers does it, with the MTP tensors under their family's names. Files appear whole or not at all.
+        """As transformers does it, with the MTP tensors as the family's files hold them. Written whole or not at all.
+
+        With `save_original_format=False` the trunk's and the block's tensors keep the shapes of the modules (experts
+        stacked, no copies of embedding and head), which only transformers and Forerun read.
 
         Raises:
-            ForerunError: an MTP parameter is missing from `state_dict`; nothing is written.
+            ForerunError: an MTP parameter is missing from `state_dict`, or a name stands for two tensors; nothing is
+                written.
         """
-        renamed = checkpoint_state_dict(self, self.state_dict() if state_dict is None else state_dict)
+        own = self.state_dict() if state_dict is None else state_dict
+        original = kwargs.pop("save_original_format", True)
+        tensors = file_state_dict(self, own) if original else checkpoint_state_dict(self, own)
         with scratch_directory(save_directory) as scratch:
-            super().save_pretrained(scratch, is_main_process=is_main_process, state_dict=renamed, **kwargs)
-            if self.mtp_family.trunk_model_type is not None and (scratch / CONFIG).exists():
-                restore_family_config(scratch, self.mtp_family, self.mtp_source)
+            super().save_pretrained(
+                scratch, is_main_process=is_main_process, state_dict=tensors, save_original_format=False, **kwargs
+            )
+            if (scratch / CONFIG).exists():
+                if self.mtp_family.trunk_model_type is not None:
+                    restore_family_config(scratch, self.mtp_family)
+                if self.mtp_source is not None:
+                    carry_over(self.mtp_source, scratch, Path(save_directory))
             replace_files(scratch, save_directory)
 
 
-def make_carrier(model: PreTrainedModel, block: MTPBlock, mtp: MTPConfig, family: FamilyRecord) -> MTPCarrier:
+def make_carrier(
+    model: PreTrainedModel, block: MTPBlock, mtp: MTPConfig, family: FamilyRecord, layout: Layout
+) -> MTPCarrier:
     """Turn `model` into a carrier, in place."""
     cls = type(model)
     # The name stays the model's own: transformers writes it into config.json as the architecture.
@@ -92,6 +109,7 @@ def make_carrier(model: PreTrainedModel, block: MTPBlock, mtp: MTPConfig, family
     model.mtp = block
     model.mtp_config = mtp
     model.mtp_family = family
+    model.mtp_layout = layout
     model.mtp_loss_scale = 1.0
     model.mtp_accumulation_steps = 1
     model.mtp_stats = None
@@ -166,18 +184,42 @@ def _grafted(model: MTPCarrier, hidden_states: Tensor, labels: Tensor, call: Map
 
 def _rename_on_load(model: MTPCarrier, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """A trainer resumes from the file it saved with `load_state_dict(strict=False)`: the family's names must arrive."""
+    own = model.state_dict()
+    given = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
     for name, stored_name in mtp_weight_names(model).items():
         if prefix + stored_name in state_dict:
-            state_dict[prefix + name] = state_dict.pop(prefix + stored_name)
+            state_dict[prefix + name] = given[stored_name]
+            continue
+        pieces = model.mtp_family.piece_names(stored_name, len(own[name])) if own[name].dim() else None
+        if pieces is not None and all(part in given for parts in pieces for part in parts):
+            state_dict[prefix + name] = torch.empty_like(own[name])
+            fill(model.mtp_family, stored_name, state_dict[prefix + name], given, given.__getitem__)
+            for part in (part for parts in pieces for part in parts):
+                del state_dict[prefix + part]
+    copies = [name for name, _ in model.mtp_layout.duplicates]
+    for stored_name in {*mtp_weight_names(model).values(), *copies}:
+        state_dict.pop(prefix + stored_name, None)
+
+
+def set_depth(config: PreTrainedConfig, family: FamilyRecord, depth: int) -> None:
+    """Declare `depth` MTP layers in a model's configuration, wherever the family has the key."""
+    text_config = config.get_text_config()
+    setattr(text_config, family.depth_key, depth)
+    if text_config is not config and hasattr(config, family.depth_key):
+        setattr(config, family.depth_key, depth)
 
 
 def mtp_weight_names(model: MTPCarrier) -> dict[str, str]:
-    """Name in `state_dict()` -> name in the checkpoint, for every parameter and buffer of the block."""
+    """Name in `state_dict()` -> name in the checkpoint, for every parameter and buffer of the block; experts stacked.
+
+    Depths that share a module share its name in the checkpoint.
+    """
     names = {}
+    trunk_layers = model.config.get_text_config().num_hidden_layers
     for name in model.state_dict():
         if name.startswith(_PREFIX):
             k, parameter = name[len(_PREFIX) :].split(".", 1)
-            names[name] = model.mtp_family.tensor_name(int(k), parameter)
+            names[name] = model.mtp_family.tensor_name(int(k), parameter, trunk_layers)
     return names
 
 
@@ -193,11 +235,40 @@ def checkpoint_state_dict(model: MTPCarrier, state_dict: Mapping[str, Tensor]) -
     return {names.get(name, name): tensor for name, tensor in state_dict.items()}
 
 
+def file_state_dict(model: MTPCarrier, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`state_dict` as the family's files hold it: names, experts, copies of embedding and LM head. Every name once.
+
+    Raises:
+        ForerunError: an MTP tensor is missing, or its name is the trunk's, too.
+    """
+    whole = checkpoint_state_dict(model, state_dict)
+    stored_names = set(mtp_weight_names(model).values())
+    stored = {name: tensor for name, tensor in whole.items() if name in stored_names}
+    trunk = {name: tensor for name, tensor in whole.items() if name not in stored_names}
+    block = dict(file_tensors(model.mtp_family, model.mtp_layout, stored))
+    for name, of in model.mtp_layout.duplicates:
+        block[name] = _shared_weight(model, state_dict, of).clone()  # safetensors refuses one tensor under two names
+    trunk = revert_weight_conversion(model, trunk)
+    if twice := sorted(block.keys() & trunk.keys()):
+        raise ForerunError(f"{twice[0]} is the name of an MTP tensor and of one of the trunk's: report this as a bug")
+    return trunk | block
+
+
+def _shared_weight(model: MTPCarrier, state_dict: Mapping[str, Tensor], of: str) -> Tensor:
+    module: Any = model.get_input_embeddings() if of == "embedding" else model.get_output_embeddings()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor is module.weight and name in state_dict:
+            return state_dict[name]
+    raise ForerunError(f"the state dict to save lacks the {of}: pass the whole model's state dict")
+
+
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under its checkpoint name, trunk first, tied weights once. Detached, not copied."""
+    """Every weight and saved buffer under its checkpoint name, tied ones once, experts stacked. Detached, no copies."""
     names = mtp_weight_names(model) if isinstance(model, MTPCarrier) else {}
-    for name, parameter in model.named_parameters():  # yields a tied parameter once, under its first name
-        yield names.get(name, name), parameter.detach()
+    saved = model.state_dict().keys()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):  # each yields a tied one under one name
+        if name in saved:
+            yield names.get(name, name), tensor.detach()
 
 
 @torch.no_grad()

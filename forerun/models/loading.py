@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers import logging as transformers_logging
 
@@ -15,10 +18,13 @@ from forerun.checkpoint.reader import CheckpointReader
 from forerun.errors import ForerunError, UsageError
 from forerun.families import FamilyRecord, declared_depth, family_of, present_depth
 from forerun.models.attach import attach
-from forerun.models.carrier import MTPCarrier, mtp_weight_names
+from forerun.models.carrier import MTPCarrier, mtp_weight_names, set_depth
+from forerun.models.layout import fill, found_layout
 from forerun.mtp.config import MTPConfig
 
 logger = logging.getLogger(__name__)
+
+_MULTIMODAL = "ForConditionalGeneration"
 
 
 def load(
@@ -33,7 +39,7 @@ def load(
     Args:
         path: a local Hugging Face directory.
         mtp: default keeps the block, if there is one. `enable=False` skips its tensors and sets the config's depth key
-            to 0.
+            to 0, also where it declares a block that the files lack.
         dtype: of all weights.
         trust_remote_code: let the directory's own Python files define the trunk, where transformers has no code for it.
 
@@ -42,16 +48,26 @@ def load(
 
     Raises:
         UsageError: not a checkpoint; `enable=True` on one without MTP; `repeat_layer` on one with several layers; a
-            weight of the trunk missing, or a depth declared of which tensors are missing.
+            weight of the trunk missing, or a depth declared of which tensors are missing; a family that is not
+            supported.
+        ForerunError: an MTP tensor has another shape than its place, is quantised, or is one that the family does not
+            know; a copy of the embedding or the LM head differs from the trunk's.
     """
     reader = CheckpointReader(path)
     family = family_of(reader.config)
-    depth = present_depth(family, reader.tensor_names)
+    depth = present_depth(family, reader.config, reader.tensor_names)
     declared = declared_depth(family, reader.config)
+    if mtp is not None and not mtp.enable:
+        model = _load_trunk(reader, family, depth, dtype, trust_remote_code)
+        if depth or declared:
+            set_depth(model.config, family, 0)
+        return model
+    if declared is None:
+        declared = depth
     if depth != declared:
         raise UsageError(
             f"{path} declares {family.depth_key}={declared} but holds {depth} MTP layers: "
-            "correct config.json, or restore the missing tensors"
+            "correct config.json, restore the missing tensors, or load it with mtp.enable=false"
         )
     if mtp is not None and mtp.enable and depth == 0:
         raise UsageError(f"{path} carries no MTP block: attach one with forerun.attach(model, mtp)")
@@ -60,12 +76,9 @@ def load(
     model = _load_trunk(reader, family, depth, dtype, trust_remote_code)
     if depth == 0:
         return model
-    if mtp is not None and not mtp.enable:
-        setattr(model.config, family.depth_key, 0)
-        return model
     mtp = mtp or MTPConfig(enable=True)
     carrier = attach(model, replace(mtp, num_layers=mtp.num_layers if mtp.repeat_layer else depth), family=family)
-    _load_block(carrier, reader)
+    _load_block(carrier, reader, depth)
     carrier.mtp_source = reader.path
     return carrier
 
@@ -81,7 +94,7 @@ def _load_trunk(
         if family.trunk_model_type is not None:
             own = {k: v for k, v in reader.config.items() if k not in ("model_type", "architectures", "auto_map")}
             config = AutoConfig.for_model(family.trunk_model_type, **own)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _trunk_class(reader.config).from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -107,19 +120,49 @@ def _load_trunk(
         )
     if missing := sorted(found["missing_keys"]):  # transformers has filled them with random numbers
         raise UsageError(f"{path} lacks {len(missing)} of the trunk's weights, first {missing[0]}: restore them")
-    blocks = tuple(prefix.format(k=k) for _, prefix in family.tensor_names for k in range(depth))
-    if unused := sorted(name for name in found["unexpected_keys"] if not name.startswith(blocks)):
+    layers = model.config.get_text_config().num_hidden_layers
+    others = (name for name in found["unexpected_keys"] if not family.owns(name, depth, layers))
+    if unused := sorted(others):
         logger.warning("%s holds %d tensors that config.json has no use for, first %s", path, len(unused), unused[0])
     return cast(PreTrainedModel, model)
 
 
-@torch.no_grad()
-def _load_block(model: MTPCarrier, reader: CheckpointReader) -> None:
+def _trunk_class(config: Mapping[str, Any]) -> Any:
+    """The class that reads all of the checkpoint; AutoModelForCausalLM drops a multimodal one's other parts."""
+    architectures = config.get("architectures")
+    if isinstance(architectures, list) and str(architectures[0] if architectures else "").endswith(_MULTIMODAL):
+        found = getattr(transformers, architectures[0], None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    return AutoModelForCausalLM
+
+
+def _load_block(model: MTPCarrier, reader: CheckpointReader, depth: int) -> None:
     own = model.state_dict()
-    for name, stored_name in mtp_weight_names(model).items():
-        tensor = reader.tensor(stored_name)
-        if tensor.shape != own[name].shape:
-            raise ForerunError(
-                f"{stored_name} has shape {tuple(tensor.shape)}, the block needs {tuple(own[name].shape)}"
-            )
-        own[name].copy_(tensor)
+    family, names = model.mtp_family, reader.tensor_names
+    stored_names = mtp_weight_names(model)
+    layers = model.config.get_text_config().num_hidden_layers
+    model.mtp_layout = found_layout(family, depth, layers, stored_names.values(), names)
+    read: set[str] = set()
+    for name, stored_name in stored_names.items():
+        read.update(fill(family, stored_name, own[name], names, reader.tensor))
+    for name, of in model.mtp_layout.duplicates:
+        shared: Any = model.get_input_embeddings() if of == "embedding" else model.get_output_embeddings()
+        _check_same(name, reader.tensor(name), of, shared.weight)
+        read.add(name)
+    # Old checkpoints hold a buffer that every reader computes itself.
+    unknown = {n for n in names - read if family.owns(n, depth, layers) and not n.endswith("rotary_emb.inv_freq")}
+    if unknown:
+        raise ForerunError(
+            f"{reader.path} holds {len(unknown)} MTP tensors that family {family.name} has no place for, first "
+            f"{min(unknown)}: a save would lose them; remove them, or load with mtp.enable=false"
+        )
+
+
+def _check_same(name: str, copy: Tensor, of: str, trunk_weight: Tensor) -> None:
+    copy = copy.to(trunk_weight.dtype)
+    if not torch.equal(copy, trunk_weight.detach().cpu()):
+        raise ForerunError(
+            f"{name} differs from the trunk's {of}, of which it should be a copy: remove it from the files "
+            "to go on with the trunk's"
+        )

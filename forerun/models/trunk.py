@@ -45,6 +45,12 @@ class UndoNorm:
         return hidden_states / (weight if hidden_states.requires_grad else weight.detach())
 
 
+def final_norm(trunk: nn.Module) -> nn.Module | None:
+    """The trunk's norm behind its last layer; None where it has none under a name that is known."""
+    found = getattr(trunk, "norm", None) or getattr(trunk, "norm_f", None)
+    return found if isinstance(found, nn.Module) else None
+
+
 def project(model: PreTrainedModel, hidden_states: Tensor, vocabulary: Tensor | None = None) -> Tensor:
     """Logits [..., V] of hiddens [..., d], scaled and soft-capped as the model's own forward does.
 
@@ -80,19 +86,20 @@ def decoder_inputs(
     """Keyword arguments for a decoder layer run without a cache over `hidden_states` [B, S, d].
 
     The mask is the one that the trunk itself would build from the same arguments, so packed documents (position_ids
-    that restart) and padding (a 2D attention_mask) are kept apart in the MTP block exactly as in the trunk.
+    that restart) and padding (a 2D attention_mask) are kept apart in the MTP block exactly as in the trunk. A trunk
+    without rotary embedding passes none on.
     """
     trunk: Any = base_model(model)
+    family = getattr(model, "mtp_family", None)  # of a carrier, whose module imports this one
     mask = create_causal_mask(
         config=trunk.config,
         inputs_embeds=hidden_states,
         attention_mask=attention_mask,
         cache=None,
         position_ids=position_ids,
+        allow_is_causal_skip=family is None or not family.always_masked,
     )
-    return {
-        "attention_mask": mask,
-        "position_ids": position_ids,
-        "position_embeddings": trunk.rotary_emb(hidden_states, position_ids),
-        "use_cache": False,
-    }
+    inputs = {"attention_mask": mask, "position_ids": position_ids, "use_cache": False}
+    if (rotary := getattr(trunk, "rotary_emb", None)) is not None:
+        inputs["position_embeddings"] = rotary(hidden_states, position_ids)
+    return inputs

@@ -27,7 +27,7 @@ from forerun.engines.protocol import TrainingEngine
 from forerun.engines.state import latest_checkpoint, prune_checkpoints
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.errors import ForerunError, UsageError
-from forerun.families import declared_depth, family_of
+from forerun.families import declared_depth, family_of, present_depth
 from forerun.models.attach import Init, attach
 from forerun.models.loading import load
 from forerun.mtp.config import MTPConfig
@@ -70,13 +70,15 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def carries_mtp(config: ModelConfig) -> bool:
-    """Whether the checkpoint declares an MTP block.
+    """Whether the checkpoint declares an MTP block, or holds one without a word on it.
 
     Raises:
         UsageError: not a checkpoint.
     """
-    stored = CheckpointReader(config.path).config
-    return declared_depth(family_of(stored), stored) > 0
+    reader = CheckpointReader(config.path)
+    family = family_of(reader.config)
+    declared = declared_depth(family, reader.config)
+    return (present_depth(family, reader.config, reader.tensor_names) if declared is None else declared) > 0
 
 
 def load_model(
