@@ -76,6 +76,10 @@ class ChunkResult:
     agrees: Tensor | None = None  # bool [N], top-1 equals the trunk's
 
 
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
 class _FusedLoss(torch.autograd.Function):
     """Sum of position losses over chunks, differentiated chunk by chunk in forward."""
 
@@ -93,7 +97,9 @@ class _FusedLoss(torch.autograd.Function):
             if not needs_hidden and not trained:
                 total += chunk_loss(hidden_states[part], part)
                 continue
-            with torch.enable_grad():
+            # The chunk's graph lives and dies here: whoever watches what is saved for backward (torch.utils.checkpoint,
+            # save_on_cpu) must not see it.
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
                 chunk = hidden_states[part].detach().requires_grad_(needs_hidden)
                 loss = chunk_loss(chunk, part)
                 wanted = ([chunk] if needs_hidden else []) + trained

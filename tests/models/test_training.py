@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from forerun import MTPConfig, attach
@@ -143,7 +147,8 @@ def test_the_default_scale_contract() -> None:
     assert model.pop_mtp_stats() is None
 
 
-# Every way into a training step. Each takes a plain model too, to say what happens without MTP.
+# Ways through a forward. Each takes a plain model too, to say what happens without MTP. Trainers and engines are in
+# tests/trainers/test_isolation.py.
 
 
 def train_by_forward(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> None:
@@ -179,10 +184,10 @@ def train_by_hidden(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> None
     F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
 
 
-ENTRY_PATHS = [train_by_forward, train_by_logits, train_with_recompute, train_by_hidden]
+FORWARD_PATHS = [train_by_forward, train_by_logits, train_with_recompute, train_by_hidden]
 
 
-@pytest.mark.parametrize("path", ENTRY_PATHS)
+@pytest.mark.parametrize("path", FORWARD_PATHS)
 @pytest.mark.parametrize("depths", [1, 2])
 @pytest.mark.parametrize("loss", ["ce", "soft_ce", "tv"])
 @pytest.mark.parametrize("tied", [True, False])
@@ -213,7 +218,7 @@ def test_isolation_cuts_the_trunk_off_and_no_depth_from_the_ones_before(repeat: 
         torch.testing.assert_close(found[0][name], grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("path", ENTRY_PATHS)
+@pytest.mark.parametrize("path", FORWARD_PATHS)
 def test_joint_training_reaches_trunk_embedding_and_head(path) -> None:
     ids, labels = token_rows(2, 12), token_rows(2, 12)
     plain = tiny_model(tied=False).train()
@@ -234,7 +239,7 @@ def test_a_frozen_trunk_gets_no_gradient_and_the_block_learns() -> None:
         assert (grad is not None) == name.startswith("mtp."), name
 
 
-@pytest.mark.parametrize("path", ENTRY_PATHS)
+@pytest.mark.parametrize("path", FORWARD_PATHS)
 def test_every_path_gives_the_same_block_gradients(path) -> None:
     ids, labels = token_rows(2, 12), token_rows(2, 12).masked_fill(torch.arange(12) < 4, -100)
     first, second = carrier(2, detach_encoder=True), carrier(2, detach_encoder=True)
@@ -243,6 +248,80 @@ def test_every_path_gives_the_same_block_gradients(path) -> None:
     for name, grad in gradients(first).items():
         if name.startswith("mtp."):
             torch.testing.assert_close(gradients(second)[name], grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("isolated", [True, False])
+def test_recompute_gives_identical_gradients_and_runs_trunk_and_block_again(isolated: bool, reentrant: bool) -> None:
+    ids, labels = token_rows(2, 12), token_rows(2, 12).masked_fill(torch.arange(12) < 4, -100)
+    found = []
+    for recompute in (False, True):
+        model = carrier(2, detach_encoder=isolated)
+        if recompute:
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+        runs = Counter()
+        layers = {"trunk": base_model(model).layers[0], "block": model.mtp.layer(2).decoder}
+        for name, layer in layers.items():
+            layer.self_attn.register_forward_pre_hook(lambda *_, n=name, r=runs: r.update([n]))
+        train_by_forward(model, ids, labels)
+        assert runs == dict.fromkeys(layers, 2 if recompute else 1)
+        found.append(gradients(model))
+    for name, grad in found[0].items():
+        assert grad is not None and torch.equal(found[1][name], grad), name
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_whole_model_inside_a_checkpoint_gives_the_same_gradients(reentrant: bool) -> None:
+    """The graft and the MTP loss are then made again in backward."""
+    ids = token_rows(2, 12)
+    plain, inside = carrier(2), carrier(2)
+    train_by_logits(plain, ids, ids)
+    anchor = torch.zeros((), requires_grad=True)  # a reentrant checkpoint wants an input that has a gradient
+    logits = checkpoint(lambda _: inside(input_ids=ids, labels=ids).logits, anchor, use_reentrant=reentrant)
+    F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    for name, grad in gradients(plain).items():
+        assert torch.equal(gradients(inside)[name], grad), name
+
+
+def train_twice(model: MTPCarrier, scale: float, gate: threading.Barrier | None = None) -> None:
+    """Two micro-batches whose forwards, backwards and scales lie between those of whoever waits at the same gate."""
+    model.mtp_loss_scale = scale
+    for seed in (1, 2):
+        ids = token_rows(2, 12, seed=seed)
+        loss = model(input_ids=ids, labels=ids).loss
+        if gate is not None:
+            gate.wait(30)
+        (loss * scale).backward()
+        if gate is not None:
+            gate.wait(30)
+
+
+def test_two_models_in_two_threads_do_not_disturb_each_other() -> None:
+    kinds = [({"depths": 1, "loss": "ce"}, 1.0), ({"depths": 2, "loss": "soft_ce", "detach_encoder": True}, 8.0)]
+    alone = [carrier(**kind) for kind, _ in kinds]
+    for model, (_, scale) in zip(alone, kinds, strict=True):
+        train_twice(model, scale)
+    together, gate = [carrier(**kind) for kind, _ in kinds], threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(train_twice, together, [scale for _, scale in kinds], [gate, gate]))
+    for one, other in zip(alone, together, strict=True):
+        for name, grad in gradients(one).items():
+            assert grad is not None and torch.equal(gradients(other)[name], grad), name
+        ours, theirs = one.pop_mtp_stats(), other.pop_mtp_stats()
+        assert ours is not None and theirs is not None and torch.equal(ours.sums, theirs.sums)
+
+
+def test_interleaved_forwards_and_backwards_of_one_model_keep_their_losses() -> None:
+    """A pipeline schedule runs several micro-batches' forwards before the first backward."""
+    batches = [token_rows(2, 12, seed=seed) for seed in (1, 2, 3)]
+    ordered, interleaved = carrier(2), carrier(2)
+    for ids in batches:
+        ordered(input_ids=ids, labels=ids).loss.backward()
+    losses = [interleaved(input_ids=ids, labels=ids).loss for ids in batches]
+    for loss in losses:
+        loss.backward()
+    for name, grad in gradients(ordered).items():
+        torch.testing.assert_close(gradients(interleaved)[name], grad, rtol=1e-12, atol=1e-14, msg=name)
 
 
 def test_left_padding_equals_no_padding() -> None:
