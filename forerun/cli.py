@@ -154,6 +154,46 @@ def generate(
     return work
 
 
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint directory.", show_default=False)],
+    values: Annotated[
+        bool, typer.Option("--values", help="Also read the MTP tensors: zeros, NaN, never trained, copies that differ.")
+    ] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Also run the model: acceptance with controls. Implies --values.")
+    ] = False,
+    text: Annotated[Path | None, typer.Option(help="Text file to run it on, instead of the built-in text.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")] = False,
+) -> Work:
+    """Say what is wrong with a checkpoint's MTP block and how to mend it. Exits 0 if nothing, 1 if something is."""
+
+    def work() -> int:
+        from forerun.doctor import inspect as look
+
+        return look(path, values=values, deep=deep, text=text, as_json=as_json)
+
+    return work
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint directory.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; a new one.", show_default=False)],
+    to: Annotated[str, typer.Option(help="Layout to write; mimo is what vLLM drafts with for an attached head.")],
+) -> Work:
+    """Write a checkpoint in another layout, or say why it does not fit there."""
+
+    def work() -> int:
+        from forerun.models.serving import export
+
+        export(source, out, to)
+        print(f"{out}: {to} checkpoint of {source}")
+        return 0
+
+    return work
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0, 1 (failed), 2 (unusable input) or 130 (interrupted)."""
 

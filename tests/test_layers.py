@@ -20,7 +20,7 @@ LAYERS: list[set[str]] = [
     {"config"},
     {"config_file"},
     {"trainers"},
-    {"generation", "demo"},
+    {"generation", "demo", "doctor"},
     {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

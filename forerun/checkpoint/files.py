@@ -17,6 +17,8 @@ from forerun.errors import UsageError
 
 # A 61-layer mixture of experts has an index of 9 MB; safetensors itself refuses headers above 100 MB.
 MAX_JSON_BYTES = 100_000_000
+# config.json nests four deep or so. What is nested further than Python recurses would fail wherever it is used.
+MAX_JSON_DEPTH = 100
 
 # How files begin that are often found where safetensors should be. None is ever opened as what it is.
 _BEGINNINGS = (
@@ -44,8 +46,9 @@ def locate(directory: Path, name: str) -> Path:
         raise UsageError(f"{directory} names the file '{shown(name)}', which is no file of the directory")
     path = directory / name
     if not os.path.isfile(path):
-        kind = "no regular file" if os.path.lexists(path) else "missing"
-        raise UsageError(f"{directory}: {shown(name)} is {kind}: copy it there")
+        if os.path.lexists(path):
+            raise UsageError(f"{directory}: {shown(name)} is no regular file: copy the file there")
+        raise UsageError(f"{directory} lacks {shown(name)}: copy the missing file there")
     home = Path(os.path.realpath(directory))
     if home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--"):
         home = home.parent.parent
@@ -68,7 +71,11 @@ def read_json_object(directory: Path, name: str) -> dict[str, Any]:
         if (size := file.stat().st_size) > MAX_JSON_BYTES:
             raise UsageError(f"cannot read {file}: {size:,} bytes are too many for a JSON file of a checkpoint")
         content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_once)
-    except (OSError, ValueError, RecursionError) as error:
+        if not _nests_at_most(content, MAX_JSON_DEPTH):
+            raise ValueError("it is nested too deeply")
+    except RecursionError:
+        raise UsageError(f"cannot read {file}: it is nested too deeply") from None
+    except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {file}: {_reason(error)}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{file} does not hold a JSON object")
@@ -84,9 +91,14 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _nests_at_most(value: Any, depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        return True
+    inner = value.values() if isinstance(value, dict) else value
+    return depth > 0 and all(_nests_at_most(item, depth - 1) for item in inner)
+
+
 def _reason(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__
     return shown(" ".join(str(error).split()))
@@ -101,6 +113,8 @@ def why_not_safetensors(file: Path, error: Exception) -> str:
         return f"cannot read {file}: {_reason(problem)}"
     if not beginning:
         return f"{file} is empty: copy it again"
+    if isinstance(error, RuntimeError):  # torch's, where the file does not fit into the address space that it may have
+        return f"cannot map {file}: {_reason(error)}: use a machine with more memory"
     for start, meaning in _BEGINNINGS:
         if beginning.startswith(start):
             return f"{file} is {meaning}"

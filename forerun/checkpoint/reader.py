@@ -57,6 +57,9 @@ class CheckpointReader:
         if not os.path.lexists(self.path / CONFIG):
             raise UsageError(f"{self.path} has no {CONFIG}: it is no Hugging Face checkpoint directory{self._others()}")
         self.config = read_json_object(self.path, CONFIG)
+        for section in (self.config, self.config.get("text_config")):
+            if isinstance(section, dict) and not isinstance(section.get("model_type"), str | None):
+                raise UsageError(f"{self.path / CONFIG} has a model_type that is no name: restore the file")
         self.index = read_json_object(self.path, INDEX) if os.path.lexists(self.path / INDEX) else None
         self._file_of = self._indexed_files() if self.index is not None else self._single_file()
 
@@ -68,8 +71,6 @@ class CheckpointReader:
         for shard in {name if isinstance(name, str) else None for name in weight_map.values()}:
             if shard is None or not shard.endswith(SUFFIX):
                 raise UsageError(f"{self.path / INDEX} names '{shown(shard)}', which is no safetensors file")
-            if not os.path.lexists(self.path / shard):
-                raise UsageError(f"{self.path} lacks {shown(shard)}, which its index names: copy the missing shard")
             locate(self.path, shard)
         return weight_map
 
@@ -110,33 +111,35 @@ class CheckpointReader:
         Raises:
             UsageError: it cannot be read.
         """
-        with self._open(shard) as file:
+        # numpy's way of opening maps the file read-only; torch's asks for as much memory as the file is long.
+        with self._open(shard, "numpy") as file:
             found = {}
             for name in file.keys():  # noqa: SIM118 - not a dictionary
                 view = file.get_slice(name)
                 found[name] = TensorHeader(tuple(view.get_shape()), str(view.get_dtype()))
             return found
 
-    def _open(self, shard: str) -> Any:
+    def _open(self, shard: str, framework: str = "pt") -> Any:
         file = locate(self.path, shard)
         try:
-            return safe_open(file, framework="pt")
-        except (SafetensorError, OSError) as error:
+            return safe_open(file, framework=framework)
+        except (SafetensorError, OSError, RuntimeError) as error:  # the last is torch's where it cannot map the file
             raise UsageError(why_not_safetensors(file, error)) from None
 
-    def tensor(self, name: str) -> Tensor:
-        """One tensor, as stored.
+    def tensor(self, name: str, shard: str | None = None) -> Tensor:
+        """One tensor, as stored: from the file that the index names, or from `shard`.
 
         Raises:
             UsageError: the checkpoint has no such tensor, or the shard that should hold it does not.
         """
-        if name not in self._file_of:
-            raise UsageError(f"{self.path} has no tensor {shown(name)}")
-        with self._open(self._file_of[name]) as file:
+        if shard is None:
+            if name not in self._file_of:
+                raise UsageError(f"{self.path} has no tensor {shown(name)}")
+            shard = self._file_of[name]
+        with self._open(shard) as file:
             try:
                 return file.get_tensor(name)
             except SafetensorError as error:
                 raise UsageError(
-                    f"cannot read {shown(name)} from {self.path / self._file_of[name]}: {shown(error)}: "
-                    "copy the file again"
+                    f"cannot read {shown(name)} from {self.path / shard}: {shown(error)}: copy the file again"
                 ) from None

@@ -9,5 +9,6 @@ DEEPSEEK_V32 = replace(
     name="deepseek_v32",
     model_types=("deepseek_v32",),
     always_masked=True,
+    duplicates=tuple(replace(copy, optional=copy.of == "head") for copy in DEEPSEEK_V3.duplicates),
     source="vLLM 0.32 models/deepseek_v32/{nvidia,amd}/mtp.py; transformers 5.24 models/deepseek_v32",
 )

@@ -41,11 +41,13 @@ class Duplicate:
         of: which of the two it copies, "embedding" or "head".
         name: its name in the checkpoint, with the placeholders of `FamilyRecord.tensor_names`.
         written: whether a newly attached block writes it. A loaded one writes it if its file had it.
+        optional: whether published files of the family lack it.
     """
 
     of: str
     name: str
     written: bool
+    optional: bool = False
 
 
 @dataclass(frozen=True)

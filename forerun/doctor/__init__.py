@@ -1,0 +1,5 @@
+"""The checkpoint doctor: `forerun inspect`."""
+
+from forerun.doctor.command import inspect
+
+__all__ = ["inspect"]
