@@ -21,6 +21,7 @@ import forerun
 from forerun.models.training import MTPOutput, mtp_forward
 from forerun.mtp.shift import depth_counts, depth_targets, document_ids_from_cu_seqlens
 from tests.oracles.exchange import ask
+from tests.oracles.megatron_layout import rows_for_megatron
 
 pytestmark = pytest.mark.oracle
 
@@ -50,9 +51,11 @@ class Case:
     context_parallel: int = 1
     seed: int = 0
 
+    def boundaries(self) -> tuple[int, ...]:
+        return self.cu_seqlens or (0, self.length)
+
     def documents(self) -> Tensor:
-        boundaries = torch.tensor(self.cu_seqlens or (0, self.length))
-        return document_ids_from_cu_seqlens(boundaries, self.length).expand(self.rows, -1)
+        return document_ids_from_cu_seqlens(torch.tensor(self.boundaries()), self.length).expand(self.rows, -1)
 
     def tensors(self) -> dict[str, Tensor]:
         """Hiddens [1 + D, B, S, d] of the trunk and every depth, the LM head [V, d], tokens and mask [B, S]."""
@@ -70,10 +73,13 @@ class Case:
         chunks, n = torch.arange(self.length).chunk(2 * self.context_parallel), self.context_parallel
         return [torch.cat([chunks[r], chunks[2 * n - 1 - r]]) if n > 1 else torch.arange(self.length) for r in range(n)]
 
+    def for_megatron(self) -> dict[str, Tensor]:
+        own = self.tensors()
+        return rows_for_megatron(own["input_ids"], own["loss_mask"], list(pairwise(self.boundaries())))
+
     def main_count(self) -> int:
         """Targets of the ordinary next-token loss."""
-        own = self.tensors()
-        return int(depth_targets(own["input_ids"], self.documents(), own["loss_mask"], 0).valid.sum())
+        return int(self.for_megatron()["loss_mask"].sum())
 
     def counts(self) -> list[int]:
         return depth_counts(self.documents(), self.tensors()["loss_mask"], self.depths)
@@ -129,8 +135,7 @@ def reference(cases: list[Case]) -> Step:
     for case, hidden in zip(cases, hiddens, strict=True):
         own = case.tensors()
         for row in range(case.rows):
-            boundaries = case.cu_seqlens or (0, case.length)
-            for start, end in pairwise(boundaries):
+            for start, end in pairwise(case.boundaries()):
                 for depth in range(1, depths + 1):
                     for i in range(start, end - depth - 1):
                         target = i + depth + 1
@@ -146,11 +151,11 @@ def reference(cases: list[Case]) -> Step:
 
 def main_gradient(case: Case) -> Tensor:
     """Of the LM head by the main loss, summed over its tokens. Megatron's answer holds both losses' gradient."""
-    own = case.tensors()
+    own, rows = case.tensors(), case.for_megatron()
     head = own["head"].double().requires_grad_()
-    first = depth_targets(own["input_ids"], case.documents(), own["loss_mask"], 0)
-    logits = own["hidden_states"][0].double()[first.valid] @ head.T
-    nn.functional.cross_entropy(logits, first.labels[first.valid], reduction="sum").backward()
+    counted = rows["loss_mask"].bool()
+    logits = own["hidden_states"][0].double()[counted] @ head.T
+    nn.functional.cross_entropy(logits, rows["labels"][counted], reduction="sum").backward()
     assert head.grad is not None
     return head.grad
 
@@ -173,14 +178,13 @@ def answers(megatron_env: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     for name, case in CASES.items():
         settings[name] = {"per_token": case.per_token, "context_parallel": case.context_parallel}
         settings[name]["cu_seqlens"] = list(case.cu_seqlens)
-        own = case.tensors()
-        first = depth_targets(own["input_ids"], case.documents(), own["loss_mask"], 0)
+        own, rows = case.tensors(), case.for_megatron()
         given[f"{name}/head"] = own["head"]
         for rank, places in enumerate(case.shards()):
             suffix = f"/{rank}" if case.context_parallel > 1 else ""
             given[f"{name}/hidden_states{suffix}"] = own["hidden_states"][:, :, places]
-            given[f"{name}/labels{suffix}"] = torch.where(first.valid, first.labels, 0)[:, places]
-            given[f"{name}/loss_mask{suffix}"] = first.valid.float()[:, places]
+            given[f"{name}/labels{suffix}"] = rows["labels"][:, places]
+            given[f"{name}/loss_mask{suffix}"] = rows["loss_mask"][:, places]
     return ask(megatron_env, "megatron/losses.py", tmp_path_factory.mktemp("losses"), settings, given)
 
 

@@ -6,7 +6,8 @@ model called with labels, and `backward()` on the loss that it returns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import forerun
-from forerun.families import ATTACHED
+from forerun.families import ATTACHED, FamilyRecord
 from forerun.models.carrier import MTPCarrier
 from forerun.mtp.block import ConcatOrder
-from forerun.mtp.shift import depth_targets, document_ids_from_cu_seqlens
 from tests.oracles.exchange import ask
-from tests.oracles.megatron_weights import to_megatron
+from tests.oracles.megatron_layout import rows_for_megatron, weights_for_megatron
 
 pytestmark = pytest.mark.oracle
 
@@ -43,6 +43,11 @@ class Case:
     concat_order: ConcatOrder = "embed_hidden"
     cu_seqlens: tuple[int, ...] = ()
 
+    def family(self) -> FamilyRecord:
+        """What Megatron computes, which is a record's defaults: every hidden is handed on after its norm."""
+        names = {"depth_key": ATTACHED.depth_key, "tensor_names": ATTACHED.tensor_names}
+        return FamilyRecord(name="megatron", model_types=(), concat_order=self.concat_order, **names)
+
     def model(self) -> MTPCarrier:
         torch.manual_seed(self.depths)
         config = LlamaConfig(**SHAPE, tie_word_embeddings=self.tied, initializer_range=0.1)
@@ -50,7 +55,7 @@ class Case:
             LlamaForCausalLM(config),
             forerun.MTPConfig(enable=True, enable_train=True, num_layers=self.depths, chunk_size=7),
             init="plain",
-            family=replace(ATTACHED, concat_order=self.concat_order),
+            family=self.family(),
         )
         with torch.no_grad():
             for parameter in model.parameters():
@@ -58,15 +63,16 @@ class Case:
                     parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
         return model.train()
 
+    def boundaries(self) -> tuple[int, ...]:
+        return self.cu_seqlens or (0, 20)
+
     def rows(self) -> dict[str, Tensor]:
-        shape = (1, self.cu_seqlens[-1]) if self.cu_seqlens else (3, 20)
+        shape = (1 if self.cu_seqlens else 3, self.boundaries()[-1])
         generator = torch.Generator().manual_seed(7)
         ids = torch.randint(1, SHAPE["vocab_size"], shape, generator=generator)
-        cu_seqlens = torch.tensor(self.cu_seqlens or (0, shape[1]))
-        documents = document_ids_from_cu_seqlens(cu_seqlens, shape[1]).expand(shape)
-        positions = torch.cat([torch.arange(n) for n in cu_seqlens.diff().tolist()]).expand(shape)
+        positions = torch.cat([torch.arange(end - start) for start, end in pairwise(self.boundaries())]).expand(shape)
         mask = torch.rand(shape, generator=generator) < 0.7
-        return {"input_ids": ids, "documents": documents, "position_ids": positions, "loss_mask": mask}
+        return {"input_ids": ids, "position_ids": positions, "loss_mask": mask}
 
 
 CASES = {
@@ -86,13 +92,10 @@ def megatron(megatron_env: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     for name, case in CASES.items():
         settings[name] = {"shape": SHAPE, "depths": case.depths, "tied": case.tied, "cu_seqlens": list(case.cu_seqlens)}
         model, rows = case.model(), case.rows()
-        weights = to_megatron(dict(model.named_parameters()), model.config, case.depths, case.concat_order)
+        weights = weights_for_megatron(dict(model.named_parameters()), model.config, case.depths, case.concat_order)
         given |= {f"{name}/weight/{key}": tensor for key, tensor in weights.items()}
-        # Megatron takes labels and mask at the position that predicts them.
-        first = depth_targets(rows["input_ids"], rows["documents"], rows["loss_mask"], 0)
-        given[f"{name}/input_ids"] = rows["input_ids"]
-        given[f"{name}/labels"] = torch.where(first.valid, first.labels, 0)
-        given[f"{name}/loss_mask"] = first.valid.float()
+        theirs = rows_for_megatron(rows["input_ids"], rows["loss_mask"], list(pairwise(case.boundaries())))
+        given |= {f"{name}/{field}": tensor for field, tensor in theirs.items()}
     return ask(megatron_env, "megatron/gpt.py", tmp_path_factory.mktemp("gpt"), settings, given)
 
 
@@ -117,7 +120,9 @@ def test_losses_and_every_gradient(megatron: dict[str, Tensor], name: str) -> No
 
     parameters = dict(model.named_parameters())
     assert all(p.grad is not None for p in parameters.values())
-    gradients = to_megatron({n: p.grad for n, p in parameters.items()}, model.config, case.depths, case.concat_order)
+    gradients = weights_for_megatron(
+        {n: p.grad for n, p in parameters.items()}, model.config, case.depths, case.concat_order
+    )
     theirs = {key.split("/", 2)[2]: g for key, g in megatron.items() if key.startswith(f"{name}/gradient/")}
     assert gradients.keys() == theirs.keys()
     for key, gradient in gradients.items():

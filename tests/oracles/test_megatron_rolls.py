@@ -20,6 +20,7 @@ from torch import Tensor
 from forerun.mtp.context_parallel import ZigZagShard
 from forerun.mtp.shift import depth_counts, depth_targets, document_ids_from_cu_seqlens
 from tests.oracles.exchange import ask
+from tests.oracles.megatron_layout import rows_for_megatron
 
 pytestmark = pytest.mark.oracle
 DEPTHS = 3
@@ -70,14 +71,9 @@ class Case:
         return {"input_ids": ids, "loss_mask": torch.rand(ids.shape, generator=generator) < self.supervised}
 
     def for_megatron(self) -> dict[str, Tensor]:
-        """Megatron's inputs: labels and mask stand at the position that predicts them (depth 0)."""
-        own = self.tensors()
-        first = depth_targets(own["input_ids"], self.documents(), own["loss_mask"], 0)
-        return {
-            "input_ids": own["input_ids"],
-            "labels": torch.where(first.valid, first.labels, 0),
-            "loss_mask": first.valid.float(),
-        }
+        starts = (self.cu_seqlens_padded if self.padding else self.cu_seqlens)[: len(self.lengths)]
+        documents = [(start, start + length) for start, length in zip(starts, self.lengths, strict=True)]
+        return rows_for_megatron(**self.tensors(), documents=documents or [(0, self.length)])
 
 
 CASES = {

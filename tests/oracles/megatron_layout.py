@@ -1,15 +1,15 @@
-"""A Llama-like model with an MTP block, parameter by parameter, as Megatron's GPTModel names and lays it out.
-
-Every step is a permutation of entries, so the same function takes weights and gradients across.
-"""
+"""What forerun has, as Megatron takes it: rows of tokens, and the weights of a Llama-like model with an MTP block."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+
+if TYPE_CHECKING:  # importing it takes seconds, which processes that need only the rows are spared
+    from transformers import LlamaConfig
 
 OUTER = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
@@ -29,8 +29,28 @@ MTP = {
 }
 
 
-def to_megatron(named: Mapping[str, Tensor], config: LlamaConfig, depths: int, concat_order: str) -> dict[str, Tensor]:
-    """`named_parameters()` of a forerun carrier (or tensors under their names) under Megatron's names.
+def rows_for_megatron(input_ids: Tensor, loss_mask: Tensor, documents: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
+    """Tokens and mask [B, S] with labels and mask moved to the position that predicts them, as Megatron's data has it.
+
+    Nothing of forerun is asked, so that it cannot be wrong in the same way on both sides.
+
+    Args:
+        input_ids, loss_mask: [B, S].
+        documents: (start, end) of the real tokens of each document in the rows.
+    """
+    labels, mask = torch.zeros_like(input_ids), torch.zeros(input_ids.shape)
+    for start, end in documents:
+        labels[:, start : end - 1] = input_ids[:, start + 1 : end]
+        mask[:, start : end - 1] = loss_mask[:, start + 1 : end].float()
+    return {"input_ids": input_ids, "labels": labels * mask.long(), "loss_mask": mask}
+
+
+def weights_for_megatron(
+    named: Mapping[str, Tensor], config: LlamaConfig, depths: int, concat_order: str
+) -> dict[str, Tensor]:
+    """`named_parameters()` of a forerun carrier (or their gradients) as Megatron's GPTModel names and lays them out.
+
+    Entries are only moved, so the same function takes weights and gradients across.
 
     Raises:
         KeyError: a parameter that Megatron needs is missing.
