@@ -38,13 +38,51 @@ def grafted_lazily(first, second, aux, x, scale) -> None:
     (second(hidden).pow(2).sum() * scale).backward()
 
 
-def grafted_under_recompute(first, second, aux, x, scale) -> None:
-    hidden = checkpoint(first, x, use_reentrant=False)
-    loss = checkpoint(lambda h: 0.3 * aux(h).pow(2).mean(), hidden, use_reentrant=False)
-    (checkpoint(second, graft(hidden, loss, scale), use_reentrant=False).pow(2).sum() * scale).backward()
+def grafted_under_recompute(first, second, aux, x, scale, reentrant=False) -> None:
+    x = x.requires_grad_()  # a reentrant checkpoint cuts the graph where no input has a gradient
+    hidden = checkpoint(first, x, use_reentrant=reentrant)
+    loss = checkpoint(lambda h: 0.3 * aux(h).pow(2).mean(), hidden, use_reentrant=reentrant)
+    (checkpoint(second, graft(hidden, loss, scale), use_reentrant=reentrant).pow(2).sum() * scale).backward()
 
 
-@pytest.mark.parametrize("build", [grafted, grafted_lazily, grafted_under_recompute])
+def grafted_under_reentrant_recompute(first, second, aux, x, scale) -> None:
+    grafted_under_recompute(first, second, aux, x, scale, reentrant=True)
+
+
+def grafted_inside_recompute(first, second, aux, x, scale, reentrant=False) -> None:
+    """The graft itself is made again in backward."""
+
+    def both(x: Tensor) -> Tensor:
+        hidden = first(x)
+        return second(graft(hidden, 0.3 * aux(hidden).pow(2).mean(), scale))
+
+    (checkpoint(both, x.requires_grad_(), use_reentrant=reentrant).pow(2).sum() * scale).backward()
+
+
+def grafted_inside_reentrant_recompute(first, second, aux, x, scale) -> None:
+    grafted_inside_recompute(first, second, aux, x, scale, reentrant=True)
+
+
+def grafted_in_micro_batches(first, second, aux, x, scale) -> None:
+    """Rows one by one; each hands on its share of the mean."""
+    for row in x.split(1):
+        hidden = first(row)
+        hidden = graft(hidden, 0.3 * aux(hidden).pow(2).mean() / len(x), scale)
+        (second(hidden).pow(2).sum() * scale).backward()
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        grafted,
+        grafted_lazily,
+        grafted_under_recompute,
+        grafted_under_reentrant_recompute,
+        grafted_inside_recompute,
+        grafted_inside_reentrant_recompute,
+        grafted_in_micro_batches,
+    ],
+)
 @pytest.mark.parametrize("scale", [1.0, 0.25, 1024.0])
 def test_gradients_equal_adding_the_loss(build, scale: float) -> None:
     for ours, reference in zip(gradients(build, scale), gradients(by_hand, scale), strict=True):
@@ -75,6 +113,20 @@ def test_grad_scaler() -> None:
     scaler.unscale_(optimizer)
     assert weight.grad == 3.0
     assert x.grad is not None and x.grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("build", [grafted, grafted_under_recompute])
+def test_autocast_gives_the_bits_of_adding_the_loss(build) -> None:
+    """A bfloat16 carrier with a float32 loss: `mean` of a bfloat16 tensor's square is one under autocast."""
+    found = []
+    for how in (by_hand, build):
+        torch.manual_seed(0)
+        modules = [nn.Linear(6, 6) for _ in range(3)]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            how(*modules, torch.randn(4, 6), 2.0)
+        found.append([p.grad for module in modules for p in module.parameters()])
+    for reference, ours in zip(*found, strict=True):
+        assert ours.dtype == torch.float32 and torch.equal(ours, reference)
 
 
 def test_the_value_is_unchanged_and_a_vector_loss_is_refused() -> None:

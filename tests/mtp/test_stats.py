@@ -9,9 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 
-from forerun.mtp.config import MTPConfig
-from forerun.mtp.stats import FIELDS, MTPStats
+from forerun import MTPConfig, attach
+from forerun.models.carrier import MTPCarrier
+from forerun.models.training import mtp_forward
+from forerun.models.trunk import base_model, decoder_inputs
+from forerun.mtp.stats import FIELDS, MTPStats, reduce_counts
+from tests.models.tiny import tiny_model, token_rows
 
 
 def some(scale: float) -> MTPStats:
@@ -62,11 +67,110 @@ def _reduce(rank: int, store: str) -> None:
     reduced = some(float(rank + 1)).reduce()
     assert reduced.compute() == pytest.approx(EXPECTED)
     assert reduced.sums[0, FIELDS.index("count")] == 30
+    own = some(1.0) if rank == 0 else MTPStats.zeros(2)  # a rank that saw nothing weighs nothing
+    assert own.reduce().compute() == pytest.approx(EXPECTED)
+    empty = MTPStats.zeros(2)
+    if rank == 0:
+        empty.add(1, count=1, loss=2.0, label_hits=1)
+    figures = empty.reduce().compute()
+    assert figures["mtp/depth_1/loss"] == 2.0 and figures["mtp/depth_2/loss"] is None
+    assert reduce_counts([rank + 1, 0, 2**40]) == [3, 0, 2**41]
     dist.destroy_process_group()
 
 
 def test_reducing_over_ranks(tmp_path: Path) -> None:
     mp.spawn(_reduce, args=(str(tmp_path / "store"),), nprocs=2)
+
+
+LENGTHS = (7, 3, 9, 2, 6)  # documents of one packed row
+
+
+def carrier(depths: int, loss: str) -> MTPCarrier:
+    """A block that agrees with its trunk now and then, so that no figure is 0 or 1."""
+    mtp = MTPConfig(enable=True, enable_train=True, num_layers=depths, loss=loss, chunk_size=4)  # type: ignore[arg-type]
+    model = attach(tiny_model(), mtp, init="carry").double().train()
+    with torch.no_grad():
+        for parameter in model.mtp.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def packed_row() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """ids, positions, documents, loss mask, each [1, S]."""
+    ids = token_rows(1, sum(LENGTHS), seed=5)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    documents = torch.cat([torch.full((n,), d) for d, n in enumerate(LENGTHS)])[None]
+    mask = torch.rand(1, sum(LENGTHS), generator=torch.Generator().manual_seed(2)) < 0.8
+    return ids, positions, documents, mask
+
+
+def figures_by_loop(model: MTPCarrier, temperature: float) -> dict[str, float | None]:
+    """Position by position, from whole-document logits; the drafts are fed the text's own tokens."""
+    ids, _, _, mask = packed_row()
+    depths = model.mtp.num_depths
+    seen: dict[str, list[float]] = {}
+    chains: list[list[list[bool]]] = [[] for _ in range(depths)]
+    start = 0
+    for length in LENGTHS:
+        tokens, wanted = ids[0, start : start + length], mask[0, start : start + length]
+        start += length
+        trunk = base_model(model)
+        hidden = trunk(input_ids=tokens[None], use_cache=False).last_hidden_state
+        target = model.get_output_embeddings()(hidden)[0]
+        inputs = decoder_inputs(model, hidden, torch.arange(length)[None])
+        drafts = []
+        for depth in range(1, depths + 1):
+            read = torch.cat([tokens[depth:], tokens.new_zeros(min(depth, length))])
+            for_head, hidden = model.mtp.step(depth, hidden, model.get_input_embeddings()(read)[None], **inputs)
+            drafts.append(model.get_output_embeddings()(for_head)[0])
+        for i in range(length):
+            agreed: list[bool] = []
+            for depth in range(1, depths + 1):
+                j = i + depth + 1
+                if j >= length or not wanted[j]:
+                    break  # a chain ends where a depth is not valid
+                agreed.append(bool(drafts[depth - 1][i].argmax() == target[i + depth].argmax()))
+                chains[depth - 1].append(list(agreed))
+            for depth in range(1, depths + 1):
+                j = i + depth + 1
+                if j >= length or not wanted[j]:
+                    continue
+                draft, sure = drafts[depth - 1][i], target[i + depth]
+                p, q = (sure / temperature).softmax(-1), (draft / temperature).softmax(-1)
+                values = {
+                    "loss": -draft.log_softmax(-1)[tokens[j]],
+                    "label_top1": draft.argmax() == tokens[j],
+                    "trunk_top1": draft.argmax() == sure.argmax(),
+                    "expected_acceptance": sum(min(a, b) for a, b in zip(p.tolist(), q.tolist(), strict=True)),
+                }
+                for name, value in values.items():
+                    seen.setdefault(f"mtp/depth_{depth}/{name}", []).append(float(value))
+    figures: dict[str, float | None] = {name: sum(values) / len(values) for name, values in seen.items()}
+    figures["mtp/acceptance_length"] = 1 + sum(sum(map(all, chain)) / len(chain) for chain in chains)
+    return figures
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("depths", [1, 3])
+@torch.no_grad()
+def test_figures_equal_a_loop_over_positions(depths: int, temperature: float) -> None:
+    model = carrier(depths, "ce")
+    ids, positions, documents, mask = packed_row()
+    hidden = base_model(model)(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+    stats = mtp_forward(
+        model,
+        hidden,
+        input_ids=ids,
+        position_ids=positions,
+        document_ids=documents,
+        loss_mask=mask,
+        temperature=temperature,
+        compare_with_trunk=True,
+    ).stats
+    expected = figures_by_loop(model, temperature)
+    assert stats.compute() == pytest.approx(expected, rel=1e-6)
+    assert 0 < expected["mtp/depth_1/trunk_top1"] < 1  # type: ignore[operator]
+    assert 1 < expected["mtp/acceptance_length"] < 1 + depths  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
