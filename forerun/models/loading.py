@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers import logging as transformers_logging
 
+from forerun.checkpoint.hub import local_directory
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.errors import ForerunError, UsageError
 from forerun.families import FamilyRecord, declared_depth, family_of, present_depth
@@ -37,7 +38,7 @@ def load(
     """A causal LM with the MTP block that its checkpoint holds.
 
     Args:
-        path: a local Hugging Face directory.
+        path: a local Hugging Face directory, or a hub repository ("organisation/name").
         mtp: default keeps the block, if there is one. `enable=False` skips its tensors and sets the config's depth key
             to 0, also where it declares a block that the files lack.
         dtype: of all weights.
@@ -53,7 +54,7 @@ def load(
         ForerunError: an MTP tensor has another shape than its place, is quantised, or is one that the family does not
             know; a copy of the embedding or the LM head differs from the trunk's.
     """
-    reader = CheckpointReader(path)
+    reader = CheckpointReader(local_directory(path))
     family = family_of(reader.config)
     depth = present_depth(family, reader.config, reader.tensor_names)
     declared = declared_depth(family, reader.config)

@@ -92,6 +92,57 @@ def test_remote_code_and_auto_map_are_carried_over(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "again" / "config.json").read_text())["auto_map"] == config["auto_map"]
 
 
+def test_what_belongs_to_the_checkpoint_goes_along(tmp_path: Path) -> None:
+    """Tokenizer, chat template, generation settings; nothing else, and nothing over what is there already."""
+    attach(tiny_model(dtype=torch.float32), MTPConfig(enable=True)).save_pretrained(tmp_path / "out")
+    files = {
+        "tokenizer.json": "tokenizer",
+        "tokenizer_config.json": "settings",
+        "chat_template.jinja": "template",
+        "generation_config.json": '{"temperature": 0.25, "do_sample": true}',
+        "optimizer.json": "of a run",
+        "own_code.py": "not named in config.json",
+    }
+    for name, text in files.items():
+        (tmp_path / "out" / name).write_text(text)
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / "tokenizer_config.json").write_text("the user's")
+    load(tmp_path / "out").save_pretrained(tmp_path / "again")
+    texts = {name: (tmp_path / "again" / name).read_text() for name in files if (tmp_path / "again" / name).exists()}
+    assert json.loads(texts.pop("generation_config.json"))["temperature"] == 0.25
+    assert texts == {
+        "tokenizer.json": "tokenizer",
+        "tokenizer_config.json": "the user's",
+        "chat_template.jinja": "template",
+    }
+
+
+def test_a_tokenizer_that_is_a_link_out_of_the_directory_is_not_copied(tmp_path: Path) -> None:
+    attach(tiny_model(), MTPConfig(enable=True)).save_pretrained(tmp_path / "out")
+    (tmp_path / "secret").write_text("of somebody else")
+    (tmp_path / "out" / "tokenizer.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(UsageError, match="leads out of the directory"):
+        load(tmp_path / "out").save_pretrained(tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_hub_repository_is_loaded_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = attach(tiny_model(dtype=torch.float32), MTPConfig(enable=True), init="plain")
+    repository = tmp_path / "models--somebody--tiny"
+    model.save_pretrained(repository / "snapshots" / "a1")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    again = load("somebody/tiny")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    with pytest.raises(UsageError, match=r"somebody/else is no directory here.*hub") as caught:
+        load("somebody/else")
+    assert "\n" not in str(caught.value)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="is not a directory"):
+        load("models--somebody--tiny/else")  # a path, as the directory is there
+
+
 def test_remote_code_runs_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out"
     attach(tiny_model(dtype=torch.float32), MTPConfig(enable=True)).save_pretrained(path)
