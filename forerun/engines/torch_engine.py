@@ -307,7 +307,8 @@ class TorchEngine:
 
     def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
         with whole_directory(directory) as unfinished:
-            self.model.save_pretrained(unfinished)
+            # As the modules hold them, so that every name finds its weight again; `export` writes the family's files.
+            self.model.save_pretrained(unfinished, save_original_format=False)
             write_state(unfinished, self.optimizer, self.scheduler, self.groups.named(), self.global_step, extra or {})
 
     def load(self, directory: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from forerun import MTPConfig, attach, load
 from forerun.errors import ForerunError, UsageError
 from forerun.families import MIMO
 from forerun.models.carrier import MTPCarrier, load_named_weights, named_weights
-from tests.families.handmade import COPIES, DEPTH_KEY, checkpoint, depth_in, mtp_tensors, read, write
+from tests.families.handmade import COPIES, DECODER, DEPTH_KEY, PARTS, checkpoint, depth_in, mtp_tensors, read, write
 from tests.families.tiny import TRUNKS, tiny_trunk
 from tests.models.tiny import token_rows
 
@@ -71,6 +71,25 @@ def test_a_block_is_written_under_the_family_s_names(tmp_path: Path, name: str) 
     if name == "deepseek_v32":  # its files may omit the head's copy; a new one has it, for older readers
         expected.add("model.layers.2.shared_head.head.weight")
     assert set(load_file(tmp_path / "ours" / "model.safetensors")) == expected
+
+
+@FAMILIES
+def test_a_new_block_starts_as_the_trunk_layer_of_its_kind(tmp_path: Path, name: str) -> None:
+    """Its output projections apart, which start silent."""
+    model = attach(tiny_trunk(name), KEEP, family=MIMO if name == "mimo" else None)
+    model.save_pretrained(tmp_path)
+    tensors, copied = read(tmp_path), 0
+    for stored, tensor in tensors.items():
+        for pattern, target in DECODER[name]:
+            if re.match(pattern, stored):
+                started = tensors[re.sub(pattern, target, stored, count=1)]
+                assert torch.equal(started, tensor) or (
+                    stored.endswith(("o_proj.weight", "down_proj.weight")) and not started.any()
+                ), stored
+                copied += 1
+    assert copied == len(mtp_tensors(name, tensors)) - sum(part is not None for part in PARTS[name]) - len(
+        COPIES.get(name, ())
+    )
 
 
 @FAMILIES
