@@ -14,9 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from tests.faults.bench import Verdict, run
+from tests.faults.catalogue import MUTATIONS
 from tests.faults.mutation import KINDS
-from tests.faults.objective import OBJECTIVE
-from tests.faults.structure import STRUCTURE
 
 
 def main() -> int:
@@ -24,7 +23,7 @@ def main() -> int:
     parser.add_argument("--kind", type=int, choices=KINDS, nargs="+", help="these kinds only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts here, too")
     arguments = parser.parse_args()
-    chosen = [m for m in (*OBJECTIVE, *STRUCTURE) if arguments.kind is None or m.kind in arguments.kind]
+    chosen = [m for m in MUTATIONS if arguments.kind is None or m.kind in arguments.kind]
     console = Console(width=160 if not sys.stdout.isatty() else None)
     start = time.monotonic()
     with console.status("importing") as status:

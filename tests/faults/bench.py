@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -37,6 +38,7 @@ PRELOADED = (
     "torch.distributed",
     "torch.multiprocessing",
     "transformers.models.auto.modeling_auto",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
@@ -46,6 +48,8 @@ TEST_LIMIT_S = 60
 PROCESS_LIMIT_S = 240
 # A patch that leaves such errors is broken code, not a fault that someone could train with.
 BROKEN_CODE = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError")
+
+RAISED = re.compile(r"^([\w.]+(?:Error|Exception|Failed)): .*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -308,10 +312,10 @@ class _Recorder:
         self, call: pytest.CallInfo[object], report: pytest.TestReport | pytest.CollectReport
     ) -> None:
         assert call.excinfo is not None
-        name = call.excinfo.typename
-        lines = call.excinfo.exconly().strip().splitlines() or [name]
-        message = lines[0]
-        if name == "ProcessRaisedException":  # a rank's traceback, which ends in the error itself
-            message = lines[-1]
-            name = message.split(":")[0]
+        name, text = call.excinfo.typename, call.excinfo.exconly().strip()
+        message = (text.splitlines() or [name])[0]
+        # A process that the test started sends its traceback, in which the error itself comes last.
+        sent = list(RAISED.finditer(text)) if "Traceback" in text else []
+        if sent:
+            name, message = sent[-1][1].rpartition(".")[2], sent[-1][0]
         self.outcome.failures.append(Failure(report.nodeid, call.when, name, message[:300]))

@@ -12,6 +12,10 @@ SAVING = "tests/models/test_saving.py"
 LOADING = "tests/models/test_load_paths.py"
 DRAFTER = "tests/speculative/test_drafter.py"
 
+FILES = "tests/families/test_round_trip.py"
+FAMILY_FORMULA = "tests/families/test_formula.py::test_two_depths_follow_the_formula"
+UNDO_NORM = "tests/models/test_pre_norm.py::test_undoing_the_norm_equals_taking_the_hidden_before_it"
+
 HALVES = f"{FORMULA}::test_the_halves_of_mimo_s_projection"
 BROKEN = f"{SAVING}::test_a_broken_checkpoint_is_named_in_one_line"
 ROUND_TRIP = f"{SAVING}::test_round_trip[False-True-plain]"
@@ -36,6 +40,15 @@ _BLOCK = [
         'concat_order="hidden_embed"',
         'concat_order="embed_hidden"',
         (HALVES + "[mimo]", HALVES + "[attached]"),
+    ),
+    Mutation(
+        13,
+        "other-family-s-order",
+        "DeepSeek-V3's projection is read hidden first, as MiMo's.",
+        "forerun.families.deepseek_v3",
+        'concat_order="embed_hidden"',
+        'concat_order="hidden_embed"',
+        (FAMILY_FORMULA + "[deepseek_v3]",),
     ),
     Mutation(
         13,
@@ -89,6 +102,24 @@ _BLOCK = [
     ),
     Mutation(
         14,
+        "hidden-after-the-trunk-s-norm",
+        "A family whose block reads the hidden before the trunk's final norm is given the one after it.",
+        "forerun.models.attach",
+        'undo_norm = UndoNorm(norm) if family.trunk_hidden == "pre_norm" else None',
+        "undo_norm = None",
+        (UNDO_NORM + "[1-False]",),
+    ),
+    Mutation(
+        14,
+        "trunk-s-norm-undone-at-every-depth",
+        "What the block hands to depth 2 is treated as if the trunk's final norm had made it.",
+        "forerun.mtp.block",
+        "if depth == 1 and self.undo_norm is not None:",
+        "if self.undo_norm is not None:",
+        (UNDO_NORM + "[2-False]",),
+    ),
+    Mutation(
+        14,
         "first-layer-for-every-depth",
         "Depth 2 runs the layer of depth 1.",
         "forerun.mtp.block",
@@ -122,10 +153,8 @@ _TENSORS = [
         "missing-tensors-skipped",
         "A tensor that the file lacks is left as it was initialised.",
         "forerun.models.loading",
-        "        tensor = reader.tensor(stored_name)\n",
-        "        if stored_name not in reader.tensor_names:\n"
-        "            continue\n"
-        "        tensor = reader.tensor(stored_name)\n",
+        "        read.update(fill(",
+        "        if stored_name in names:\n            read.update(fill(",
         (BROKEN + "[one tensor gone-has no tensor model.mtp_layers.0.mlp.up_proj.weight]",),
     ),
     Mutation(
@@ -178,6 +207,33 @@ _TENSORS = [
     ),
     Mutation(
         15,
+        "copy-of-the-embedding-not-compared",
+        "The file's copy of embedding or head differs from the trunk's and is ignored.",
+        "forerun.models.loading",
+        "if not torch.equal(copy, trunk_weight.detach().cpu()):",
+        "if copy.shape != trunk_weight.shape:",
+        (f"{FILES}::test_a_copy_that_differs_from_the_trunk_is_named",),
+    ),
+    Mutation(
+        15,
+        "copy-of-the-embedding-not-written",
+        "The copies of embedding and head that older readers need are left out: they read uninitialised memory.",
+        "forerun.models.layout",
+        "        if duplicate.written\n",
+        "        if not duplicate.written\n",
+        (f"{FILES}::test_a_block_is_written_under_the_family_s_names[deepseek_v3]",),
+    ),
+    Mutation(
+        15,
+        "leftover-tensors-ignored",
+        "MTP tensors that have no place in the block are dropped without a word, and lost at the next save.",
+        "forerun.models.loading",
+        "unknown = {n for n in names - read if",
+        "unknown = {n for n in read - names if",
+        (f"{FILES}::test_a_tensor_that_a_save_would_lose_is_named[deepseek_v3]",),
+    ),
+    Mutation(
+        15,
         "a-deeper-layer-is-not-loaded",
         "Of two MTP layers the file's first is loaded, the second is not looked for.",
         "forerun.families",
@@ -208,9 +264,27 @@ _TENSORS = [
         "depth-counted-from-one",
         "The checkpoint's layers are numbered from 1.",
         "forerun.families.record",
-        "return theirs.format(k=k) + parameter[len(ours) :]",
-        "return theirs.format(k=k + 1) + parameter[len(ours) :]",
+        "return theirs.format(k=k, layer=trunk_layers + k) + parameter[len(ours) :]",
+        "return theirs.format(k=k + 1, layer=trunk_layers + k + 1) + parameter[len(ours) :]",
         (f"{SAVING}::test_mimo_layout_and_config",),
+    ),
+    Mutation(
+        16,
+        "gate-and-up-swapped",
+        "An expert's two halves are stacked in the other order.",
+        "forerun.families.record",
+        '("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight")',
+        '("mlp.experts.{e}.up_proj.weight", "mlp.experts.{e}.gate_proj.weight")',
+        (FAMILY_FORMULA + "[deepseek_v3]",),
+    ),
+    Mutation(
+        16,
+        "experts-not-renamed-on-resume",
+        "A lenient load_state_dict renames single tensors, not experts that lie apart in the file.",
+        "forerun.models.carrier",
+        "if pieces is not None and all(part in given for parts in pieces for part in parts):",
+        "if pieces is not None and stored_name in given:",
+        (f"{FILES}::test_a_lenient_load_state_dict_takes_the_file_s_experts[deepseek_v3]",),
     ),
     Mutation(
         16,
@@ -225,9 +299,9 @@ _TENSORS = [
         16,
         "loaded-into-a-copy",
         "Loading binds the dictionary's entry instead of writing the parameter: the block stays random.",
-        "forerun.models.loading",
-        "        own[name].copy_(tensor)",
-        "        own[name] = tensor",
+        "forerun.models.layout",
+        "    place.copy_(tensor)",
+        "    place = tensor.clone()",
         (ROUND_TRIP,),
     ),
     Mutation(

@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 
 from tests.faults.bench import Failure, Outcome, judge
+from tests.faults.catalogue import MUTATIONS
 from tests.faults.mutation import KINDS, ROOT, Mutation
-from tests.faults.objective import OBJECTIVE
-from tests.faults.structure import STRUCTURE
-
-MUTATIONS = [*OBJECTIVE, *STRUCTURE]
 
 
 @pytest.fixture(scope="module")

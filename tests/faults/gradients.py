@@ -1,11 +1,10 @@
-"""Faults in what is trained: masks, shifts, normalisation, isolation, recompute, scale (kinds 1-12)."""
+"""Faults in what the loss is divided by and whom it trains (kinds 6-11)."""
 
 from __future__ import annotations
 
 from tests.faults.mutation import Mutation
 
 SHIFT = "tests/mtp/test_shift.py"
-SHARDS = "tests/mtp/test_context_parallel.py::test_shards_over_two_and_four_ranks"
 STATS = "tests/mtp/test_stats.py"
 GRAFT = "tests/mtp/test_graft.py"
 BLOCK = "tests/mtp/test_block.py"
@@ -13,301 +12,11 @@ TRAINING = "tests/models/test_training.py"
 ARGUMENTS = "tests/models/test_trainer_arguments.py"
 COUNTS = "tests/engines/test_counts.py"
 ENGINE = "tests/engines/test_torch_engine.py"
-CHAT = "tests/data/test_chat.py"
-PACKING = "tests/data/test_packing.py"
 OBJECTIVE_TEST = "tests/trainers/test_policy_objective.py"
-
-PADDING = "tests/models/test_padding.py::test_token_zero_gets_no_gradient_from_padding"
 LOOP = f"{SHIFT}::test_targets_equal_a_loop_over_documents"
 DEFINITION = f"{TRAINING}::test_packed_documents_equal_the_definition[2-True]"
 ISOLATION = f"{TRAINING}::test_heads_isolation_leaves_every_trunk_gradient_bit_identical"
 SAME_PATHS = f"{TRAINING}::test_every_path_gives_the_same_block_gradients"
-
-_MASKS = [
-    Mutation(
-        1,
-        "mask-rolled-too-seldom",
-        "The mask of depth k is rolled k times, as for the token that is read, not k + 1 times.",
-        "forerun.mtp.shift",
-        'if mask_rule == "span" else (depth + 1,):',
-        'if mask_rule == "span" else (depth,):',
-        (LOOP,),
-    ),
-    Mutation(
-        1,
-        "mask-rolled-too-often",
-        "The mask comes aligned with the logits already and is rolled once more.",
-        "forerun.mtp.shift",
-        "fields = [input_ids, documents - PADDING, loss_mask.long()]",
-        "fields = [input_ids, documents - PADDING, loss_mask.roll(-1, dims=-1).long()]",
-        (LOOP,),
-    ),
-    Mutation(
-        1,
-        "labels-rolled-twice",
-        "SFT labels are moved by one before the shift moves them again.",
-        "forerun.mtp.shift",
-        "fields += [x for x in (labels, position_ids) if x is not None]",
-        "fields += [x.roll(-1, dims=-1) if x is labels else x for x in (labels, position_ids) if x is not None]",
-        (f"{SHIFT}::test_labels_may_differ_from_the_tokens_read", SAME_PATHS + "[train_by_hidden]"),
-    ),
-    Mutation(
-        1,
-        "no-labels-no-second-shift",
-        "With labels=None the token that depth k reads is also the one it is to predict.",
-        "forerun.mtp.shift",
-        "labels=target[0 if labels is None else 3],",
-        "labels=read[0] if labels is None else target[3],",
-        (LOOP,),
-    ),
-    Mutation(
-        1,
-        "sft-mask-of-shifted-labels",
-        "A trainer's labels are rolled to find the mask, although Hugging Face's are not shifted.",
-        "forerun.models.carrier",
-        "loss_mask = labels != IGNORED_LABEL",
-        "loss_mask = labels.roll(-1, dims=1) != IGNORED_LABEL",
-        (SAME_PATHS + "[train_by_hidden]",),
-    ),
-    Mutation(
-        1,
-        "shift-labels-taken-for-labels",
-        "Sequence-parallel trainers pass labels moved by one already (`shift_labels`); they are moved again.",
-        "forerun.models.carrier",
-        'labels = nn.functional.pad(call["shift_labels"][:, :-1], (1, 0), value=IGNORED_LABEL)',
-        'labels = call["shift_labels"]',
-        (f"{ARGUMENTS}::test_shifted_labels_supervise_the_same_tokens",),
-    ),
-    Mutation(
-        1,
-        "rl-response-mask-of-positions",
-        "The response mask marks the positions that predict the answer, and is then taken for the answer's tokens.",
-        "forerun.data.chat",
-        "mask = [False] * len(prompt_ids) + [True] * len(response_ids)",
-        "mask = [False] * (len(prompt_ids) - 1) + [True] * len(response_ids) + [False]",
-        (f"{CHAT}::test_response_document_aligns_extras_with_tokens",),
-    ),
-    Mutation(
-        1,
-        "rl-loss-mask-not-rolled",
-        "Log-probabilities are gathered at the response's own tokens, not one position earlier.",
-        "forerun.data.batch",
-        "mask[:, :-1] = self.loss_mask[:, 1:] & same",
-        "mask[:, :-1] = self.loss_mask[:, :-1] & same",
-        (f"{ENGINE}::test_log_probs_equal_the_models_own_logits",),
-    ),
-    Mutation(
-        2,
-        "span-rule-forgotten",
-        "mask_rule=span trains on targets behind a masked token all the same.",
-        "forerun.mtp.shift",
-        'for j in range(1, depth + 2) if mask_rule == "span" else (depth + 1,):',
-        "for j in (depth + 1,):",
-        (LOOP,),
-    ),
-    Mutation(
-        2,
-        "target-rule-asks-for-the-span",
-        "The default rule masks every target whose skipped-over tokens touch the prompt.",
-        "forerun.mtp.shift",
-        'for j in range(1, depth + 2) if mask_rule == "span" else (depth + 1,):',
-        "for j in range(1, depth + 2):",
-        (LOOP,),
-    ),
-    Mutation(
-        2,
-        "span-without-its-first-token",
-        "The span begins at the token read last, so t_{i+1} may be masked.",
-        "forerun.mtp.shift",
-        "for j in range(1, depth + 2) if",
-        "for j in range(2, depth + 2) if",
-        (LOOP,),
-    ),
-    Mutation(
-        2,
-        "rule-lost-on-the-way",
-        "mask_rule stands in the configuration and never reaches the shift.",
-        "forerun.models.training",
-        "depth, config.mask_rule, labels)",
-        "depth, labels=labels)",
-        (f"{COUNTS}::test_each_depth_is_the_mean_over_the_positions_counted_by_hand[1-span]",),
-    ),
-    Mutation(
-        2,
-        "counted-by-another-rule",
-        "The loss is masked by the span rule and divided by the target rule's count.",
-        "forerun.engines.torch_engine",
-        "batch.loss_mask, num_depths, self.mtp_config.mask_rule)",
-        "batch.loss_mask, num_depths)",
-        (f"{COUNTS}::test_each_depth_is_the_mean_over_the_positions_counted_by_hand[1-span]",),
-    ),
-    Mutation(
-        3,
-        "labels-minus-100-ignored",
-        "A trainer's -100 does not mask the MTP loss: prompts dominate it.",
-        "forerun.models.carrier",
-        "loss_mask = labels != IGNORED_LABEL",
-        "loss_mask = torch.ones_like(labels, dtype=torch.bool)",
-        (SAME_PATHS + "[train_by_hidden]",),
-    ),
-    Mutation(
-        3,
-        "engine-passes-no-mask",
-        "The engine hands down every real token as a target.",
-        "forerun.engines.torch_engine",
-        "        loss_mask=batch.loss_mask,\n",
-        "        loss_mask=batch.document_ids >= 0,\n",
-        (f"{COUNTS}::test_each_depth_is_the_mean_over_the_positions_counted_by_hand[1-target]",),
-    ),
-    Mutation(
-        3,
-        "users-turns-are-targets",
-        "The whole conversation is learned, not the assistant's turns.",
-        "forerun.data.chat",
-        "targets = _turn_length(tokenizer, tokens) if is_target else 0",
-        "targets = _turn_length(tokenizer, tokens)",
-        (f"{CHAT}::test_assistant_turns_with_their_end_are_the_targets",),
-    ),
-    Mutation(
-        3,
-        "rl-prompt-is-a-target",
-        "The prompt of a rollout counts as response.",
-        "forerun.data.chat",
-        "mask = [False] * len(prompt_ids) + [True] * len(response_ids)",
-        "mask = [True] * (len(prompt_ids) + len(response_ids))",
-        (f"{CHAT}::test_response_document_aligns_extras_with_tokens",),
-    ),
-]
-
-_BOUNDARIES = [
-    Mutation(
-        4,
-        "roll-over-the-row",
-        "The roll knows rows, not documents: the end of one document predicts the start of the next.",
-        "forerun.mtp.shift",
-        "valid = (target[1] == documents - PADDING) & (documents != PADDING)",
-        "valid = (target[1] != 0) & (documents != PADDING)",
-        (LOOP, DEFINITION),
-    ),
-    Mutation(
-        4,
-        "boundary-of-the-next-token-only",
-        "Only the next token must lie in the same document, not the one k + 1 ahead.",
-        "forerun.mtp.shift",
-        "valid = (target[1] == documents - PADDING)",
-        "valid = (at(1)[1] == documents - PADDING)",
-        (LOOP, DEFINITION),
-    ),
-    Mutation(
-        4,
-        "padded-and-packed-rows",
-        "An attention mask switches the search for documents in position_ids off.",
-        "forerun.mtp.shift",
-        "    if position_ids is not None:\n        starts",
-        "    if position_ids is not None and attention_mask is None:\n        starts",
-        (LOOP,),
-    ),
-    Mutation(
-        4,
-        "padding-between-documents",
-        "Known by the attention mask alone, documents on both sides of padding count as one.",
-        "forerun.mtp.shift",
-        "        starts[:, 1:] |= kept[:, 1:] & ~kept[:, :-1]\n",
-        "",
-        ("tests/mtp/test_boundaries.py::test_padding_parts_documents_that_only_the_attention_mask_tells_apart",),
-    ),
-    Mutation(
-        4,
-        "cu-seqlens-without-the-padding",
-        "Documents padded inside a packed row are cut at the unpadded boundaries.",
-        "forerun.mtp.shift",
-        "starts = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded",
-        "starts = cu_seqlens",
-        (f"{SHIFT}::test_cu_seqlens_with_and_without_padding",),
-    ),
-    Mutation(
-        4,
-        "cu-seqlens-padding-is-text",
-        "Padding inside a packed row belongs to the document before it.",
-        "forerun.mtp.shift",
-        "real = offsets - starts[documents] < lengths[documents]",
-        "real = documents < len(lengths) - 1",
-        (f"{SHIFT}::test_cu_seqlens_with_and_without_padding",),
-    ),
-    Mutation(
-        4,
-        "attention-over-documents",
-        "The MTP block's attention mask knows nothing of packing: document B sees A.",
-        "forerun.models.trunk",
-        "        cache=None,\n        position_ids=position_ids,\n",
-        "        cache=None,\n",
-        ("tests/models/test_neighbours.py::test_neighbours_on_both_sides_change_no_gradient[packed]", DEFINITION),
-    ),
-    Mutation(
-        4,
-        "positions-count-over-documents",
-        "The packer numbers positions through the row, so no attention mask parts the documents.",
-        "forerun.data.packing",
-        "position_ids[r, span] = torch.arange(len(document))",
-        "position_ids[r, span] = torch.arange(span.start, span.stop)",
-        (f"{PACKING}::test_every_token_once_in_order_with_its_extras",),
-    ),
-    Mutation(
-        4,
-        "one-document-a-row",
-        "The packer gives all documents of a row one id.",
-        "forerun.data.packing",
-        "document_ids[r, span] = index",
-        "document_ids[r, span] = r",
-        (f"{PACKING}::test_every_token_once_in_order_with_its_extras",),
-    ),
-    Mutation(
-        4,
-        "trainer-packs-and-carrier-does-not-look",
-        "A trainer's packed rows come with position_ids that restart; the MTP loss takes the row for one document.",
-        "forerun.models.carrier",
-        "documents = document_ids(position_ids, padding)",
-        "documents = document_ids(attention_mask=torch.ones_like(input_ids) if padding is None else padding)",
-        (f"{TRAINING}::test_the_default_scale_contract",),
-    ),
-    Mutation(
-        5,
-        "main-loss-mask-for-every-depth",
-        "Every depth takes the validity of the main loss: vacated positions are trained on token 0.",
-        "forerun.mtp.shift",
-        "valid = (target[1] == documents - PADDING) & (documents != PADDING)\n"
-        '    for j in range(1, depth + 2) if mask_rule == "span" else (depth + 1,):',
-        "valid = (at(1)[1] == documents - PADDING) & (documents != PADDING)\n    for j in (1,):",
-        (f"{SHIFT}::test_vacated_positions_are_invalid_even_where_token_zero_is_real",),
-    ),
-    Mutation(
-        5,
-        "padding-is-trained-on",
-        "Padding follows padding, so its token 0 is a valid target where the mask forgot it.",
-        "forerun.mtp.shift",
-        "valid = (target[1] == documents - PADDING) & (documents != PADDING)",
-        "valid = target[1] == documents - PADDING",
-        (LOOP, PADDING),
-    ),
-    Mutation(
-        5,
-        "right-padding-belongs-to-the-text",
-        "The attention mask does not end the document: its padding is a target.",
-        "forerun.mtp.shift",
-        "documents = documents.masked_fill(~attention_mask.bool(), PADDING)",
-        "documents = documents.clone()",
-        (f"{SHIFT}::test_padded_rows_from_the_attention_mask_alone", PADDING),
-    ),
-    Mutation(
-        5,
-        "vacated-places-belong-to-document-0",
-        "What the shift fills in past the row's end reads as document 0, and as supervised.",
-        "forerun.mtp.shift",
-        "padded = F.pad(x, (0, n))",
-        "padded = F.pad(x, (0, n), value=1)",
-        (f"{SHIFT}::test_vacated_positions_are_invalid_even_where_token_zero_is_real",),
-    ),
-]
 
 _NORMALISATION = [
     Mutation(
@@ -371,7 +80,7 @@ _NORMALISATION = [
         "forerun.mtp.stats",
         "    dist.all_reduce(total, group=group)\n",
         "",
-        ("tests/mtp/test_normalisation.py::test_any_split_has_the_gradient_of_the_whole",),
+        (f"{STATS}::test_reducing_over_ranks",),
     ),
     Mutation(
         6,
@@ -503,8 +212,8 @@ _GRADIENTS = [
         8,
         "decoder-layer-shared-with-the-trunk",
         "The block's decoder layer is the trunk's last one itself, so its loss trains the trunk.",
-        "forerun.models.attach",
-        "made = copy.deepcopy(layer)",
+        "forerun.models.layers",
+        "made = copy.deepcopy(layer, {id(config): config})",
         "made = layer",
         (f"{ISOLATION}[True-ce-1-train_by_forward]",),
     ),
@@ -513,8 +222,8 @@ _GRADIENTS = [
         "norms-shared-with-the-trunk",
         "The block's norms are the trunk's final norm itself.",
         "forerun.models.attach",
-        "made = copy.deepcopy(norm)",
-        "made = norm",
+        "made: Any = copy.deepcopy(norm)",
+        "made: Any = norm",
         (f"{ISOLATION}[True-ce-1-train_by_forward]",),
     ),
     Mutation(
@@ -543,15 +252,6 @@ _GRADIENTS = [
         "isolated = config.detach_encoder",
         "isolated = True",
         (f"{TRAINING}::test_joint_training_reaches_trunk_embedding_and_head[train_by_forward]",),
-    ),
-    Mutation(
-        8,
-        "teacher-is-trained",
-        "The soft losses' teacher is not detached: the trunk moves towards the draft.",
-        "forerun.mtp.losses",
-        "teacher = _at_least_float32(teacher_logits).detach() / spec.temperature",
-        "teacher = _at_least_float32(teacher_logits) / spec.temperature",
-        ("tests/mtp/test_teacher.py::test_the_teacher_gets_no_gradient",),
     ),
     Mutation(
         9,
@@ -695,70 +395,4 @@ _GRADIENTS = [
     ),
 ]
 
-_CONTEXT_PARALLEL = [
-    Mutation(
-        12,
-        "each-rank-rolls-its-own-shard",
-        "A rank's early chunk is followed by its late one: nothing is asked of the neighbour.",
-        "forerun.mtp.context_parallel",
-        "index = torch.where(offset < length, here, x.shape[-1] + place)",
-        "index = here.clamp(max=x.shape[-1] - 1)",
-        (SHARDS,),
-    ),
-    Mutation(
-        12,
-        "late-chunks-in-the-order-of-ranks",
-        "The late chunks are put together in the order of the ranks; zig-zag has them the other way round.",
-        "forerun.mtp.context_parallel",
-        "for h in reversed(gathered)]",
-        "for h in gathered]",
-        (SHARDS,),
-    ),
-    Mutation(
-        12,
-        "one-token-exchanged",
-        "Neighbours exchange one token whatever the depth: depth 2 predicts zero at a chunk's end.",
-        "forerun.mtp.context_parallel",
-        "inside = steps < self._length[:, None]",
-        "inside = steps < self._length[:, None].clamp(max=1)",
-        (SHARDS,),
-    ),
-    Mutation(
-        12,
-        "chunks-shorter-than-the-look-ahead",
-        "What follows is looked for in the next chunk only, however short that is.",
-        "forerun.mtp.context_parallel",
-        "chunk = self._chunk[self._piece] + offset // length",
-        "chunk = self._chunk[self._piece] + (offset >= length).long()",
-        (SHARDS,),
-    ),
-    Mutation(
-        12,
-        "row-split-evenly",
-        "Ranks hold contiguous halves where the attention's layout is zig-zag.",
-        "forerun.mtp.context_parallel",
-        "torch.tensor([rank, chunks - 1 - rank], device=device)",
-        "torch.tensor([2 * rank, 2 * rank + 1], device=device)",
-        (SHARDS,),
-    ),
-    Mutation(
-        12,
-        "packed-row-cut-as-one",
-        "A packed row is cut as a whole, not document by document.",
-        "forerun.mtp.context_parallel",
-        "whole = torch.tensor(list(lengths), device=device)",
-        "whole = torch.tensor([sum(lengths)], device=device)",
-        (SHARDS,),
-    ),
-    Mutation(
-        12,
-        "position-ids-stay-behind",
-        "Ids and masks are moved, position_ids are not.",
-        "forerun.mtp.shift",
-        "position_ids=None if position_ids is None else read[-1],",
-        "position_ids=position_ids,",
-        ("tests/mtp/test_boundaries.py::test_positions_are_those_of_the_token_read",),
-    ),
-]
-
-OBJECTIVE = [*_MASKS, *_BOUNDARIES, *_NORMALISATION, *_GRADIENTS, *_CONTEXT_PARALLEL]
+GRADIENTS = [*_NORMALISATION, *_GRADIENTS]
