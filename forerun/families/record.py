@@ -82,6 +82,7 @@ class FamilyRecord:
         engine_rope_offset: what vLLM adds to the hidden's position at depth 1. (transformers adds 1. Within a document
             plain RoPE gives the same values.)
         engine_recurrence: what vLLM hands on when it drafts further than one token, where that is not `recurrence`.
+            (Its default runner drafts all of them with the first MTP layer, however many there are.)
         source: where these facts were read.
     """
 

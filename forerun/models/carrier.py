@@ -36,6 +36,7 @@ from forerun.mtp.stats import MTPStats
 
 IGNORED_LABEL = -100
 _PREFIX = "mtp.layers."
+_OTHER_MODALITIES = ("pixel_values", "pixel_values_videos", "input_features")
 
 
 class MTPCarrier(PreTrainedModel):
@@ -136,6 +137,11 @@ def _before_forward(model: MTPCarrier, args: tuple[Any, ...], kwargs: dict[str, 
         return
     if call.get("input_ids") is None:
         raise ForerunError("MTP training needs input_ids: inputs_embeds alone do not say which tokens follow")
+    if given := [name for name in _OTHER_MODALITIES if call.get(name) is not None]:
+        raise ForerunError(
+            f"forward got {given[0]}, and the MTP block sees token embeddings only: train it on text, "
+            "or turn mtp.enable_train off for these batches"
+        )
 
     def graft_loss(trunk: nn.Module, _: Any, output: Any) -> Any:
         output["last_hidden_state"] = _grafted(model, output["last_hidden_state"], labels, call)
@@ -160,6 +166,8 @@ def _grafted(model: MTPCarrier, hidden_states: Tensor, labels: Tensor, call: Map
         position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
         documents = document_ids(attention_mask=torch.ones_like(input_ids) if padding is None else padding)
     else:
+        if position_ids.dim() == 3:  # one row of positions each for text (or time), height and width: equal for text
+            position_ids = position_ids[0]
         position_ids = position_ids.expand(input_ids.shape[0], -1)
         documents = document_ids(position_ids, padding)
     loss_mask = labels != IGNORED_LABEL

@@ -12,6 +12,7 @@ import forerun
 from forerun import MTPConfig, attach
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
+from forerun.errors import ForerunError
 from forerun.families import MIMO
 from forerun.models.carrier import MTPCarrier
 from forerun.mtp.stats import FIELDS
@@ -56,6 +57,24 @@ def test_padding_does_not_reach_the_block(name: str) -> None:
         assert stats is not None
         losses.append(float(stats.sums[0, FIELDS.index("loss")] / stats.sums[0, FIELDS.index("count")]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_text_positions_of_a_multimodal_model() -> None:
+    """Its processor hands down a row of positions for each axis."""
+    model, ids = trainable("qwen3_5"), token_rows(2, 9)
+    losses = []
+    for positions in (None, torch.arange(9).expand(4, 2, -1), torch.arange(9).expand(2, -1)):
+        model(input_ids=ids, labels=ids, position_ids=positions)
+        stats = model.pop_mtp_stats()
+        assert stats is not None
+        losses.append(float(stats.sums[0, FIELDS.index("loss")]))
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_images_are_refused_rather_than_trained_on_as_placeholder_tokens() -> None:
+    model, ids = trainable("qwen3_5"), token_rows(1, 9)
+    with pytest.raises(ForerunError, match="got pixel_values, and the MTP block sees token embeddings only"):
+        model(input_ids=ids, labels=ids, pixel_values=torch.zeros(1))
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "glm_moe_dsa", "qwen3_5_moe", "nemotron_h", "mimo"])
