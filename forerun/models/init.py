@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from forerun.errors import UsageError
 from forerun.families import FamilyRecord
 from forerun.models.carrier import MTPCarrier
-from forerun.models.trunk import base_model, embed
+from forerun.models.trunk import base_model, embed, final_norm
 from forerun.mtp.block import MTPLayer
 from forerun.mtp.shift import depth_targets
 
@@ -64,7 +64,7 @@ def initialise(
             elif name.endswith("bias"):
                 parameter.zero_()
             elif name.startswith("decoder."):
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if family.zero_centred_norm else 1.0)
         if isinstance(layer.final_norm, type(norm)):
             set_norm_scale(layer.final_norm, scale)
         return
@@ -137,8 +137,8 @@ def fit_projection(
         UsageError: no position to fit on.
     """
     layer = model.mtp.layer(1)
-    norm = base_model(model).norm
-    assert isinstance(norm, nn.Module)
+    norm = final_norm(base_model(model))
+    assert norm is not None  # `attach` asked for it
     scale = norm_scale(norm).double()
     size = layer.proj.in_features
     xx = torch.zeros(size, size, dtype=torch.float64, device=scale.device)
@@ -171,12 +171,12 @@ def fit_projection(
     else:
         layer.proj.weight.copy_(weight)
         set_norm_scale(layer.final_norm, scale * (fitted / count / layer.proj.out_features) ** 0.5)
-    first, *others = model.mtp.layers
-    for other in others:
-        other.load_state_dict(first.state_dict())
+    for depth in range(2, len(model.mtp.layers) + 1):
+        other = model.mtp.layer(depth)
+        other.load_state_dict(layer.state_dict())
         if model.mtp.undo_norm is not None and model.mtp.recurrence == "post_norm":
             # The first layer took the hidden from before the trunk's norm; this one's comes from after the head's.
-            set_norm_scale(other.hidden_norm, norm_scale(first.hidden_norm) * scale.pow(2).mean().sqrt() / scale)
+            set_norm_scale(other.hidden_norm, norm_scale(layer.hidden_norm) * scale.pow(2).mean().sqrt() / scale)
     return 1.0 - residual / yy
 
 

@@ -35,7 +35,7 @@ def gemma() -> PreTrainedModel:
     return Gemma2ForCausalLM(config).double()
 
 
-ZERO_CENTRED = replace(ATTACHED, name="zero_centred")
+ZERO_CENTRED = replace(ATTACHED, zero_centred_norm=True)
 
 
 @torch.no_grad()
@@ -116,8 +116,11 @@ def rows(model: MTPCarrier, count: int = 6) -> tuple[list, list]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("order", ["hidden_embed", "embed_hidden"])
-@pytest.mark.parametrize("trunk_hidden", ["pre_norm", "post_norm"])
+@pytest.mark.parametrize(
+    ("order", "trunk_hidden"),
+    [("hidden_embed", "pre_norm"), ("embed_hidden", "pre_norm"), ("hidden_embed", "post_norm")],
+    ids=["hidden_embed", "embed_hidden", "post_norm"],
+)
 def test_the_fit_is_the_least_squares_solution(order: str, trunk_hidden: str) -> None:
     family = replace(ATTACHED, concat_order=order, trunk_hidden=trunk_hidden)
     model = attach(tiny_model(), MTPConfig(enable=True, num_layers=2), family=family)
@@ -161,6 +164,7 @@ def test_it_helps_from_the_first_step() -> None:
     model = attach(tiny_model(), MTPConfig(enable=True, enable_train=True)).double()
     data, hiddens = rows(model)
 
+    @torch.no_grad()
     def error() -> float:
         total = 0.0
         for (ids, _), hidden in zip(data, hiddens, strict=True):
