@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -180,14 +181,25 @@ def inspect(
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint directory.", show_default=False)],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; a new one.", show_default=False)],
-    to: Annotated[str, typer.Option(help="Layout to write; mimo is what vLLM drafts with for an attached head.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="Layout to write: mimo (what vLLM drafts with, for an attached head), megatron (Megatron-Core's names) "
+            "or hf (back from those)."
+        ),
+    ],
 ) -> Work:
     """Write a checkpoint in another layout, or say why it does not fit there."""
 
     def work() -> int:
+        from forerun.checkpoint.megatron import from_megatron, to_megatron
+        from forerun.families.serving import TARGETS
         from forerun.models.serving import export
 
-        export(source, out, to)
+        layouts = {"megatron": to_megatron, "hf": from_megatron} | {name: partial(export, to=name) for name in TARGETS}
+        if to not in layouts:
+            raise UsageError(f"cannot convert to {to!r}: choose one of {', '.join(sorted(layouts))}")
+        layouts[to](source, out)
         print(f"{out}: {to} checkpoint of {source}")
         return 0
 

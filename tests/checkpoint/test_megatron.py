@@ -1,0 +1,119 @@
+"""Megatron's names and layouts and back: every byte returns, and the layout is the one that the loops below spell out.
+
+That megatron-core itself takes these weights for the same model is asked in tests/oracles.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import forerun
+from forerun.checkpoint.megatron import from_megatron, to_megatron
+from forerun.cli import main
+from forerun.errors import UsageError
+
+SHAPE = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+}
+KINDS = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def saved(path: Path, kind: str, *, tied: bool = False, depths: int = 2) -> Path:
+    torch.manual_seed(0)
+    config, cls = KINDS[kind]
+    model: PreTrainedModel = cls(config(**SHAPE, tie_word_embeddings=tied))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    forerun.attach(model, forerun.MTPConfig(enable=True, num_layers=depths), init="plain").save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_there_and_back_is_bit_exact(tmp_path: Path, kind: str, tied: bool) -> None:
+    source = saved(tmp_path / "source", kind, tied=tied)
+    to_megatron(source, tmp_path / "megatron", shard_bytes=5_000)
+    from_megatron(tmp_path / "megatron", tmp_path / "back")
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert isinstance(forerun.load(tmp_path / "back").mtp, torch.nn.Module)
+
+
+def test_the_layout(tmp_path: Path) -> None:
+    source = saved(tmp_path / "source", "qwen2")
+    to_megatron(source, tmp_path / "megatron")
+    ours, theirs = load_file(source / "model.safetensors"), load_file(tmp_path / "megatron" / "model.safetensors")
+    attention = "model.layers.1.self_attn."
+    for part in ("weight", "bias"):
+        rows = []
+        for group in range(2):  # four query heads share two key heads: two each, four rows a head
+            rows += [ours[f"{attention}q_proj.{part}"][8 * group + i] for i in range(8)]
+            rows += [ours[f"{attention}k_proj.{part}"][4 * group + i] for i in range(4)]
+            rows += [ours[f"{attention}v_proj.{part}"][4 * group + i] for i in range(4)]
+        assert torch.stack(rows).equal(theirs[f"decoder.layers.1.self_attention.linear_qkv.{part}"])
+    fc1 = theirs["mtp.layers.1.transformer_layer.mlp.linear_fc1.weight"]
+    assert fc1[:24].equal(ours["model.mtp_layers.1.mlp.gate_proj.weight"])
+    assert fc1[24:].equal(ours["model.mtp_layers.1.mlp.up_proj.weight"])
+    # mimo's projection reads [hidden, embedding], Megatron's [embedding, hidden].
+    projection = theirs["mtp.layers.0.eh_proj.weight"]
+    assert projection[:, :16].equal(ours["model.mtp_layers.0.input_proj.weight"][:, 16:])
+    assert projection[:, 16:].equal(ours["model.mtp_layers.0.input_proj.weight"][:, :16])
+
+
+def test_a_head_that_reads_another_hidden_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        to_megatron(saved(tmp_path / "source", "llama"), tmp_path / "megatron")
+    assert "family attached reads the trunk's hidden before its final norm" in caplog.text
+
+
+def test_what_has_no_place_is_named(tmp_path: Path) -> None:
+    moe = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, num_experts=2, moe_intermediate_size=8, num_experts_per_tok=1))
+    moe.save_pretrained(tmp_path / "moe")
+    with pytest.raises(UsageError, match=r"no Megatron name in the table, first model\.layers\.0\.mlp\.experts"):
+        to_megatron(tmp_path / "moe", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_wrong_way_is_refused(tmp_path: Path) -> None:
+    source = saved(tmp_path / "source", "llama")
+    with pytest.raises(UsageError, match="holds Hugging Face names already"):
+        from_megatron(source, tmp_path / "out")
+    with pytest.raises(UsageError, match="source is there already: name a new directory"):
+        to_megatron(source, source)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    source = saved(tmp_path / "source", "llama", depths=1)
+    assert main(["convert", str(source), str(tmp_path / "megatron"), "--to", "megatron"]) == 0
+    assert main(["convert", str(tmp_path / "megatron"), str(tmp_path / "back"), "--to", "hf"]) == 0
+    assert main(["convert", str(source), str(tmp_path / "x"), "--to", "onnx"]) == 2
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
