@@ -184,7 +184,7 @@ def convert(
     to: Annotated[
         str,
         typer.Option(
-            help="Layout to write: mimo (what vLLM drafts with, for an attached head), megatron (Megatron-Core's names) "
+            help="Layout to write: mimo (vLLM drafts with it, for an attached head), megatron (Megatron-Core's names) "
             "or hf (back from those)."
         ),
     ],
