@@ -43,7 +43,9 @@ def locate(directory: Path, name: str) -> Path:
         UsageError: the name is a path, there is no such file, or it is a link that leads elsewhere.
     """
     if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
-        raise UsageError(f"{directory} names the file '{shown(name)}', which is no file of the directory")
+        raise UsageError(
+            f"{directory} names the file '{shown(name)}', which is no file of the directory: restore the index"
+        )
     path = directory / name
     if not os.path.isfile(path):
         if os.path.lexists(path):
@@ -69,16 +71,16 @@ def read_json_object(directory: Path, name: str) -> dict[str, Any]:
     file = locate(directory, name)
     try:
         if (size := file.stat().st_size) > MAX_JSON_BYTES:
-            raise UsageError(f"cannot read {file}: {size:,} bytes are too many for a JSON file of a checkpoint")
+            raise UsageError(f"{file} has {size:,} bytes, too many for a checkpoint's JSON: restore the file")
         content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_once)
         if not _nests_at_most(content, MAX_JSON_DEPTH):
             raise ValueError("it is nested too deeply")
     except RecursionError:
-        raise UsageError(f"cannot read {file}: it is nested too deeply") from None
+        raise UsageError(f"cannot read {file}: it is nested too deeply: restore the file") from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {file}: {_reason(error)}") from None
+        raise UsageError(f"cannot read {file}: {_reason(error)}: restore the file") from None
     if not isinstance(content, dict):
-        raise UsageError(f"{file} does not hold a JSON object")
+        raise UsageError(f"{file} does not hold a JSON object: restore the file")
     return content
 
 
@@ -86,7 +88,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"it has the key '{shown(key)}' twice: remove one")
+            raise ValueError(f"it has the key '{shown(key)}' twice")
         found[key] = value
     return found
 

@@ -70,7 +70,9 @@ class CheckpointReader:
             raise UsageError(f"{self.path / INDEX} has no weight_map: download it again, or save the model again")
         for shard in {name if isinstance(name, str) else None for name in weight_map.values()}:
             if shard is None or not shard.endswith(SUFFIX):
-                raise UsageError(f"{self.path / INDEX} names '{shown(shard)}', which is no safetensors file")
+                raise UsageError(
+                    f"{self.path / INDEX} names '{shown(shard)}', which is no safetensors file: save the model as such"
+                )
             locate(self.path, shard)
         return weight_map
 

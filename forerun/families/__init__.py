@@ -69,7 +69,7 @@ def declared_depth(record: FamilyRecord, config: Mapping[str, Any]) -> int | Non
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise UsageError(
-                    f"config.json has {record.depth_key}={value!r:.60}: give the number of MTP layers that the files hold"
+                    f"config.json has {record.depth_key}={value!r:.60}: give the number of MTP layers in the files"
                 )
             return value
     return None

@@ -16,7 +16,8 @@ GLM4_MOE = FamilyRecord(
     tensor_names=NEXTN_NAMES,
     concat_order="embed_hidden",
     layers=(LayerSource(has=("mlp.experts",)),),
-    duplicates=tuple(replace(copy, written=False, optional=True) for copy in NEXTN_COPIES),  # 4.5 ships them, 4.6 does not
+    # 4.5 ships them, 4.6 does not.
+    duplicates=tuple(replace(copy, written=False, optional=True) for copy in NEXTN_COPIES),
     engine_zeroes_position_0=True,
     engine_recurrence="pre_norm",
     source="vLLM 0.32 model_executor/models/glm4_moe_mtp.py; transformers 5.24 modeling_layers.py MtpLayer",

@@ -35,7 +35,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, ["--version"]) == (0, f"forerun {forerun.__version__}\n", [])
     code, out, err = run(capsys, ["--help"])
     assert code == 0 and not err
-    for verb in ("demo", "sft", "rl", "generate"):
+    for verb in ("demo", "sft", "rl", "generate", "inspect"):
         assert verb in out
         code, _, err = run(capsys, [verb, "--help"])
         assert code == 0 and not err
@@ -58,6 +58,9 @@ BAD_ARGUMENTS = [
     (["sft", "missing.yaml"], "no such configuration file: missing.yaml"),
     (["rl", "missing.yaml"], "no such configuration file: missing.yaml"),
     (["generate", "--model", "nowhere", "--prompt", "p"], "nowhere"),
+    (["inspect"], "Missing argument 'PATH' (see forerun inspect --help)"),
+    (["inspect", "nowhere"], "nowhere is not a directory"),
+    (["inspect", "nowhere", "--text", "t"], "give --deep as well"),
     (["generate", "--model", "nowhere", "--prompt", "p", "--top-p", "0"], "top_p=0.0 must lie in (0, 1]"),
 ]
 
