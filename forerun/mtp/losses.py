@@ -2,18 +2,21 @@
 
 A chunk's logits are made, turned into a loss and differentiated at once (Liger Kernel's way of fusing projection and
 cross-entropy), so forward keeps only the gradient with respect to the hiddens [N, d] and, where they are trained, the
-projection's parameters. Peak extra memory is one chunk x vocabulary.
+projection's parameters. The gradient with respect to the logits is written down rather than left to autograd, and
+overwrites the probabilities: peak extra memory is three times chunk x vocabulary, twice where no teacher is asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from forerun.mtp.config import LossKind
@@ -37,32 +40,137 @@ class LossSpec:
     top_k: int | None = None
 
 
-def position_losses(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, spec: LossSpec) -> Tensor:
-    """Loss of each position, float32 (float64 for float64 logits) [N].
+@torch.no_grad()
+def loss_and_gradient(
+    logits: Tensor, labels: Tensor, teacher: Tensor | None, spec: LossSpec
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Sum of the positions' losses, its gradient with respect to the logits, and the expected acceptance.
+
+    With q = softmax(z / T) of the logits z and p the teacher's distribution (its top k, renormalised):
+
+        ce       -log softmax(z)[label]       gradient  softmax(z) - onehot(label)
+        soft_ce  -sum_j p_j log q_j           gradient  (q - p) / T
+        tv       1 - sum_j min(p_j, q_j)      gradient  q (sum_j w_j q_j - w) / T, w = 1 where q < p, 1/2 where equal
 
     Args:
-        logits: [N, V] of the drafting depth.
-        labels: long [N], the data tokens.
-        teacher_logits: [N, V] of the trunk for the same predicted token; needed unless kind is "ce".
+        logits: [n, V] of the drafting depth.
+        labels: long [n], the data tokens.
+        teacher: [n, V], the trunk's probabilities for the same predicted token at spec.temperature. Overwritten. Needed
+            unless kind is "ce", and then only the expected acceptance uses it.
+
+    Returns:
+        (loss, 0-dim; gradient [n, V]; sum of the positions' sum_j min(p_j, q_j) over the whole vocabulary at
+        spec.temperature, 0-dim, None without a teacher). float32 (float64 for float64 logits).
+    """
+    if teacher is None and spec.kind != "ce":
+        raise ValueError(f"loss {spec.kind!r} needs the trunk's logits")
+    top_k = None
+    if teacher is not None and spec.kind != "ce" and spec.top_k is not None and spec.top_k < teacher.shape[-1]:
+        top_k = teacher.topk(spec.top_k, dim=-1)
+    logits = _at_least_float32(logits)
+    q, log_z, _ = softmax(logits, spec.temperature)
+    cross = _row_dot(teacher, logits) if teacher is not None and spec.kind == "soft_ce" and top_k is None else None
+    distance = overlap = None
+    if teacher is not None:
+        teacher.sub_(q)  # p - q from here on
+        distance = torch.linalg.vector_norm(teacher, 1, dim=-1).sum() / 2
+        overlap = len(labels) - distance
+
+    if spec.kind == "ce":
+        if spec.temperature != 1.0:
+            del q
+            q, log_z, _ = softmax(logits, 1.0)
+        label = labels.unsqueeze(-1)
+        loss = (log_z - logits.gather(-1, label)).sum()
+        return loss, q.scatter_add_(-1, label, -torch.ones_like(log_z)), overlap
+
+    assert teacher is not None and distance is not None
+    if top_k is None:
+        if cross is not None:
+            loss = (log_z - cross / spec.temperature).sum()
+            return loss, teacher.div_(-spec.temperature), overlap
+        below = teacher.sign_().add_(1.0).div_(2.0)
+        mean = _row_dot(below, q)
+        return distance, q.mul_(below.neg_().add_(mean)).div_(spec.temperature), overlap
+
+    p, kept = top_k
+    p /= p.sum(dim=-1, keepdim=True)
+    if spec.kind == "soft_ce":
+        loss = (log_z - _row_dot(p, logits.gather(-1, kept)) / spec.temperature).sum()
+        return loss, q.scatter_add_(-1, kept, -p).div_(spec.temperature), overlap
+    q_kept = q.gather(-1, kept)
+    loss = len(labels) - torch.minimum(p, q_kept).sum()
+    below_q = (p - q_kept).sign_().add_(1.0).div_(2.0).mul_(q_kept)
+    q.mul_(below_q.sum(dim=-1, keepdim=True)).scatter_add_(-1, kept, -below_q)
+    return loss, q.div_(spec.temperature), overlap
+
+
+@torch.no_grad()
+def softmax(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """softmax(logits / temperature) [n, V], the logarithm of its denominator [n, 1], and the likeliest token [n].
+
+    Makes no other tensor of the logits' size. float32 (float64 for float64 logits).
     """
     logits = _at_least_float32(logits)
-    if spec.kind == "ce":
-        return F.cross_entropy(logits, labels, reduction="none")
-    if teacher_logits is None:
-        raise ValueError(f"loss {spec.kind!r} needs the trunk's logits")
-    teacher = _at_least_float32(teacher_logits).detach() / spec.temperature
-    log_q = F.log_softmax(logits / spec.temperature, dim=-1)
-    if spec.top_k is not None and spec.top_k < teacher.shape[-1]:
-        teacher, kept = teacher.topk(spec.top_k, dim=-1)
-        log_q = log_q.gather(-1, kept)
-    p = teacher.softmax(dim=-1)
-    if spec.kind == "soft_ce":
-        return -(p * log_q).sum(dim=-1)
-    return 1.0 - torch.minimum(p, log_q.exp()).sum(dim=-1)
+    largest, index = logits.max(dim=-1, keepdim=True)
+    probabilities = torch.sub(logits, largest)
+    if temperature != 1.0:
+        probabilities.div_(temperature)
+    total = probabilities.exp_().sum(dim=-1, keepdim=True)
+    return probabilities.div_(total), largest / temperature + total.log(), index.squeeze(-1)
+
+
+def _row_dot(a: Tensor, b: Tensor) -> Tensor:
+    """[n, m], [n, m] -> [n, 1], without their product."""
+    return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).squeeze(2)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+class _LinearIntoSum(torch.autograd.Function):
+    """x @ weight.T, whose backward adds the weight's gradient to a sum, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, weight_sum: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight_sum = weight_sum
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        ctx.weight_sum.addmm_(grad.T, x)
+        return grad @ weight, None, None
+
+
+class _SumInPlace(TorchFunctionMode):
+    """Within it, a linear layer adds the gradient of its weight to that weight's sum in place.
+
+    Autograd would make a gradient of the LM head's size, [V, d], for every chunk, only to add it. Parameters used in
+    any other way, and layers under autocast, are left to autograd.
+
+    Args:
+        sums: id of a weight -> its sum.
+    """
+
+    def __init__(self, sums: dict[int, Tensor]) -> None:
+        super().__init__()
+        self.sums = sums
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and not kwargs and id(args[1]) in self.sums:
+            x, weight, bias = (*args, None)[:3]
+            if x.dim() == 2 and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type):
+                out = _LinearIntoSum.apply(x, weight.detach(), self.sums[id(weight)])
+                return out if bias is None else out.add_(bias)
+        return func(*args, **(kwargs or {}))
+
+
+def _saved_as_they_are() -> AbstractContextManager[None]:
+    """A chunk's graph is used up at once: an activation checkpoint or offloading around it has no business in it."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
 
 @dataclass
@@ -76,48 +184,51 @@ class ChunkResult:
     agrees: Tensor | None = None  # bool [N], top-1 equals the trunk's
 
 
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
+# A chunk's hiddens and its place -> (logits, loss, the loss's gradient with respect to the logits).
+ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor]]
 
 
 class _FusedLoss(torch.autograd.Function):
     """Sum of position losses over chunks, differentiated chunk by chunk in forward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden_states: Tensor, chunk_loss: Callable[[Tensor, slice], Tensor], chunk_size: int, *params: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, hidden_states: Tensor, chunk_loss: ChunkLoss, chunk_size: int, *params: Tensor) -> Tensor:
         needs_hidden = ctx.needs_input_grad[0]
         trained = [p for p, needed in zip(params, ctx.needs_input_grad[3:], strict=True) if needed]
         grad_hidden = torch.zeros_like(hidden_states) if needs_hidden else None
         grad_params = [torch.zeros_like(p) for p in trained]
+        sum_in_place = _SumInPlace({id(p): summed for p, summed in zip(trained, grad_params, strict=True)})
         total = hidden_states.new_zeros((), dtype=_at_least_float32(hidden_states[:0]).dtype)
         for start in range(0, hidden_states.shape[0], chunk_size):
             part = slice(start, start + chunk_size)
             if not needs_hidden and not trained:
-                total += chunk_loss(hidden_states[part], part)
+                total += chunk_loss(hidden_states[part], part)[1]
                 continue
-            # The chunk's graph lives and dies here: whoever watches what is saved for backward (torch.utils.checkpoint,
-            # save_on_cpu) must not see it.
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-                chunk = hidden_states[part].detach().requires_grad_(needs_hidden)
-                loss = chunk_loss(chunk, part)
-                wanted = ([chunk] if needs_hidden else []) + trained
-                grads = list(torch.autograd.grad(loss, wanted))
-            total += loss.detach()
+            chunk = hidden_states[part].detach().requires_grad_()
+            with torch.enable_grad(), _saved_as_they_are(), sum_in_place:
+                logits, loss, gradient = chunk_loss(chunk, part)
+            total += loss
+            grads = torch.autograd.grad(logits, [chunk, *trained], gradient.to(logits.dtype), allow_unused=True)
+            del logits, gradient  # before the next chunk's are made
             if grad_hidden is not None:
-                grad_hidden[part] = grads.pop(0)
-            for accumulated, grad in zip(grad_params, grads, strict=True):
-                accumulated += grad
+                grad_hidden[part] = grads[0]
+            for summed, grad in zip(grad_params, grads[1:], strict=True):
+                if grad is not None:  # None: already added in place
+                    summed += grad
         ctx.save_for_backward(*([grad_hidden] if grad_hidden is not None else []), *grad_params)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
+        # As autograd's own donated buffers: where the graph is not kept, nobody will read them again.
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
         grads: list[Tensor | None] = []
         for index, needed in enumerate(ctx.needs_input_grad):
-            grads.append(None if index in (1, 2) or not needed else saved.pop(0) * grad)
+            if index in (1, 2) or not needed:
+                grads.append(None)
+            else:
+                grads.append(saved.pop(0) * grad if kept else saved.pop(0).mul_(grad))
         return tuple(grads)
 
 
@@ -147,29 +258,31 @@ def fused_loss(
     """
     with_teacher = teacher_hidden is not None and (compare_with_trunk or spec.kind != "ce")
     label_hits = hidden_states.new_zeros((), dtype=torch.long)
-    overlap = hidden_states.new_zeros((), dtype=torch.float64)
+    overlaps = hidden_states.new_zeros((), dtype=torch.float64)
     agrees = torch.zeros(hidden_states.shape[0], dtype=torch.bool, device=hidden_states.device)
 
-    def chunk_loss(chunk: Tensor, part: slice) -> Tensor:
-        nonlocal label_hits, overlap
+    def chunk_loss(chunk: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
+        nonlocal label_hits, overlaps
+        teacher = trunk_best = None
+        if with_teacher:
+            assert teacher_hidden is not None
+            with torch.no_grad():  # first, so that its logits are gone before the others are made
+                teacher, _, trunk_best = softmax(project(teacher_hidden[part]), spec.temperature)
         logits = project(chunk)
-        teacher_logits = None
-        with torch.no_grad():
-            best = logits.argmax(dim=-1)
-            label_hits = label_hits + (best == labels[part]).sum()
-            if with_teacher:
-                assert teacher_hidden is not None
-                teacher_logits = project(teacher_hidden[part])
-                agrees[part] = best == teacher_logits.argmax(dim=-1)
-                p = (_at_least_float32(teacher_logits) / spec.temperature).softmax(dim=-1)
-                q = (_at_least_float32(logits) / spec.temperature).softmax(dim=-1)
-                overlap = overlap + torch.minimum(p, q).sum()
-        return position_losses(logits, labels[part], teacher_logits, spec).sum()
+        best = logits.detach().argmax(dim=-1)
+        loss, gradient, overlap = loss_and_gradient(logits, labels[part], teacher, spec)
+        label_hits = label_hits + (best == labels[part]).sum()
+        if overlap is not None:
+            agrees[part] = best == trunk_best
+            overlaps = overlaps + overlap
+        return logits, loss, gradient
 
+    if not torch.is_grad_enabled():
+        hidden_states, projection_parameters = hidden_states.detach(), [p.detach() for p in projection_parameters]
     loss = _FusedLoss.apply(hidden_states, chunk_loss, chunk_size, *projection_parameters)
     if not with_teacher:
         return ChunkResult(loss, label_hits)
-    return ChunkResult(loss, label_hits, agrees.sum(), overlap, agrees)
+    return ChunkResult(loss, label_hits, agrees.sum(), overlaps, agrees)
 
 
 def chunked_log_probs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forerun.mtp.losses import LossSpec, chunked_log_probs, fused_loss
@@ -52,12 +53,15 @@ SPECS = [
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("chunk_size", [1, 5, N, 100])
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
-def test_loss_and_gradients(inputs: dict[str, Tensor], spec: LossSpec, chunk_size: int, soft_cap: float | None) -> None:
+@pytest.mark.parametrize("layer", [True, False], ids=["linear", "matmul"])
+def test_loss_and_gradients(
+    inputs: dict[str, Tensor], spec: LossSpec, chunk_size: int, soft_cap: float | None, layer: bool
+) -> None:
     def run(fused: bool) -> tuple[Tensor, list[Tensor]]:
         hidden, weight, bias = (inputs[k].clone().requires_grad_() for k in ("hidden", "weight", "bias"))
 
         def project(h: Tensor) -> Tensor:
-            logits = h @ weight.T + bias
+            logits = F.linear(h, weight, bias) if layer else h @ weight.T + bias
             return logits if soft_cap is None else torch.tanh(logits / soft_cap) * soft_cap
 
         if fused:
@@ -80,6 +84,68 @@ def test_loss_and_gradients(inputs: dict[str, Tensor], spec: LossSpec, chunk_siz
     torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=1e-12)
     for grad, expected in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("trains_hidden", [True, False])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_weight_used_twice_gets_both_gradients(
+    inputs: dict[str, Tensor], trains_hidden: bool, autocast: bool
+) -> None:
+    """Once by a linear layer, whose gradient is added in place, and once by hand, whose gradient is autograd's."""
+
+    def run(fused: bool) -> list[Tensor | None]:
+        hidden, weight = inputs["hidden"].float(), inputs["weight"].float().requires_grad_()
+        hidden.requires_grad_(trains_hidden)
+
+        def project(h: Tensor) -> Tensor:
+            return F.linear(h, weight) + 0.5 * (h @ weight.T).square()
+
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            if fused:
+                spec, parameters = LossSpec("ce"), (weight,)
+                loss = fused_loss(
+                    hidden, inputs["labels"], project, spec, chunk_size=4, projection_parameters=parameters
+                ).loss
+            else:
+                loss = F.cross_entropy(project(hidden).float(), inputs["labels"], reduction="sum")
+        loss.backward()
+        return [weight.grad, hidden.grad]
+
+    tolerance = {"rtol": 0.05, "atol": 0.5} if autocast else {"rtol": 1e-5, "atol": 1e-5}
+    for grad, expected in zip(run(True), run(False), strict=True):
+        assert (grad is None) == (expected is None)
+        if grad is not None:
+            torch.testing.assert_close(grad, expected, **tolerance)
+
+
+def test_a_second_backward_over_a_kept_graph_gives_the_same(inputs: dict[str, Tensor]) -> None:
+    """The first must not scale in place what the second reads; the last may."""
+    hidden, weight = inputs["hidden"].clone().requires_grad_(), inputs["weight"].clone().requires_grad_()
+    loss = fused_loss(
+        hidden, inputs["labels"], lambda h: F.linear(h, weight), LossSpec("ce"), chunk_size=7,
+        projection_parameters=(weight,),
+    ).loss  # fmt: skip
+    once = torch.autograd.grad(2.0 * loss, (hidden, weight), retain_graph=True)
+    again = torch.autograd.grad(2.0 * loss, (hidden, weight))
+    for a, b in zip(once, again, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_without_a_graph_nothing_is_differentiated(inputs: dict[str, Tensor]) -> None:
+    hidden, weight = inputs["hidden"], inputs["weight"].clone().requires_grad_()
+    seen = []
+
+    def project(h: Tensor) -> Tensor:
+        seen.append(torch.is_grad_enabled())
+        return h @ weight.T
+
+    arguments = hidden, inputs["labels"], project, LossSpec("ce")
+    with torch.no_grad():
+        loss = fused_loss(*arguments, chunk_size=7, projection_parameters=(weight,)).loss
+    assert not any(seen) and not loss.requires_grad
+    torch.testing.assert_close(
+        loss, fused_loss(*arguments, chunk_size=7, projection_parameters=(weight,)).loss.detach()
+    )
 
 
 def test_parameters_left_out_get_no_gradient(inputs: dict[str, Tensor]) -> None:
