@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from forerun.errors import UsageError
 from forerun.families import FamilyRecord, family_of
 from forerun.models.carrier import MTPCarrier, make_carrier, set_depth
-from forerun.models.init import Init, fit_to_text, initialise
+from forerun.models.init import Init, fit_to_text, initialise, norm_scale, set_norm_scale
 from forerun.models.layers import make_decoder
 from forerun.models.layout import new_layout
 from forerun.models.trunk import UndoNorm, base_model, final_norm
@@ -74,11 +74,11 @@ def attach(
             "more: set mtp.repeat_layer=true to run one at every depth"
         )
     generator = torch.Generator().manual_seed(seed)
-    neutral = 0.0 if family.zero_centred_norm else 1.0
 
+    @torch.no_grad()
     def make_norm() -> nn.Module:
-        made: Any = copy.deepcopy(norm)
-        nn.init.constant_(made.weight, neutral)
+        made = copy.deepcopy(norm)
+        set_norm_scale(made, torch.ones_like(norm_scale(made)))
         return made
 
     built: list[MTPLayer] = []

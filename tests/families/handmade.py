@@ -58,6 +58,8 @@ PARTS: dict[str, tuple[str | None, ...]] = {
     ),
     "mimo": _MIMO,
     "attached": _MIMO,
+    "attached_moe": _MIMO,
+    "attached_gemma": _MIMO,
 }
 
 # The decoder layer's names: (a trunk layer of the same kind in transformers' file, the MTP layer in the family's).
@@ -87,6 +89,8 @@ DECODER: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "mimo": ((r"model\.layers\.1\.", "model.mtp_layers.0."),),
     "attached": ((r"model\.layers\.1\.", "model.mtp_layers.0."),),
+    "attached_moe": ((r"model\.layers\.1\.", "model.mtp_layers.0."),),
+    "attached_gemma": ((r"model\.layers\.1\.", "model.mtp_layers.0."),),
 }
 # Copies of the embedding and the LM head in the file.
 COPIES: dict[str, tuple[tuple[str, str], ...]] = {

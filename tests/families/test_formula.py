@@ -25,8 +25,8 @@ from tests.families.handmade import DECODER, PARTS, checkpoint, decoder_tensors,
 from tests.families.test_round_trip import plain_trunk
 from tests.families.tiny import TRUNKS
 
-HIDDEN_FIRST = ("mimo", "attached")
-ZERO_CENTRED = tuple(name for name in TRUNKS if name.startswith("qwen"))
+HIDDEN_FIRST = tuple(name for name in TRUNKS if name.startswith(("mimo", "attached")))
+ZERO_CENTRED = tuple(name for name in TRUNKS if name.startswith("qwen") or name == "attached_gemma")
 
 
 def rms_norm(x: Tensor, weight: Tensor, name: str, epsilon: float) -> Tensor:

@@ -119,6 +119,11 @@ TRUNKS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("NemotronHForCausalLM", _NEMOTRON),
     "mimo": ("Qwen2ForCausalLM", _COMMON),
     "attached": ("LlamaForCausalLM", _COMMON),
+    "attached_moe": (
+        "Qwen3MoeForCausalLM",
+        _COMMON | _EXPERTS | {"num_experts": 4, "head_dim": 8, "mlp_only_layers": [0], "decoder_sparse_step": 1},
+    ),
+    "attached_gemma": ("GemmaForCausalLM", _COMMON | {"head_dim": 8}),  # zero-centred norms, tied
 }
 
 
