@@ -231,6 +231,16 @@ def test_families_of_one_layer_repeat_it(name: str) -> None:
     assert model.mtp.num_depths == 2 and len(model.mtp.layers) == 1
 
 
+def test_the_key_is_cleared_wherever_it_stands(tmp_path: Path) -> None:
+    """vLLM reads a multimodal configuration's own key before the one of its text."""
+    checkpoint(tmp_path, "qwen3_5")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load(tmp_path, MTPConfig(enable=False)).save_pretrained(tmp_path / "plain")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert config["mtp_num_hidden_layers"] == config["text_config"]["mtp_num_hidden_layers"] == 0
+
+
 def test_the_key_may_be_absent(tmp_path: Path) -> None:
     """Qwen3-Next's own config.json has none; one layer is meant."""
     tensors = checkpoint(tmp_path, "qwen3_next")
