@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from forerun import MTPConfig, load
 from forerun.models.carrier import MTPCarrier
@@ -109,3 +110,24 @@ def test_two_depths_follow_the_formula(tmp_path: Path, name: str) -> None:
                 hidden = rms_norm(hidden, final_norm, name, epsilon)
             # Norms of transformers compute in float32 whatever they are given.
             torch.testing.assert_close(ours[depth - 1], hidden, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in TRUNKS if "index_topk" not in TRUNKS[name][1]])
+def test_a_block_over_its_own_cache(tmp_path: Path, name: str) -> None:
+    """Position by position with transformers' cache, of which it fills the first place, as without one."""
+    checkpoint(tmp_path, name)
+    model = load(tmp_path, MTPConfig(enable=True), dtype=torch.float64)
+    assert isinstance(model, MTPCarrier)
+    model.eval().set_experts_implementation("eager")
+    generator = torch.Generator().manual_seed(3)
+    hidden, embeds = torch.randn(2, 2, 6, 16, generator=generator, dtype=torch.float64).unbind(0)
+    positions = torch.arange(6)[None].expand(2, -1)
+    cache = DynamicCache()
+    with torch.no_grad():
+        whole, _ = model.mtp.step(1, hidden, embeds, **decoder_inputs(model, hidden, positions))
+        for i in range(6):
+            one = slice(i, i + 1)
+            inputs = decoder_inputs(model, hidden[:, one], positions[:, one]) | {"attention_mask": None}
+            step, _ = model.mtp.step(1, hidden[:, one], embeds[:, one], **inputs, cache=cache)
+            torch.testing.assert_close(step, whole[:, one], rtol=1e-5, atol=1e-6)
+    assert len(cache.layers) == 1 and cache.get_seq_length() == 6
