@@ -35,6 +35,9 @@ from forerun.errors import ForerunError, UsageError
 from forerun.models.carrier import MTPCarrier
 from forerun.models.loading import load
 
+# Every figure counts the same positions: those whose right target and both neighbours lie inside the row.
+TARGETS = (0, -1, 1)
+
 ROW_LENGTH = 512
 MAX_TOKENS = 8192
 
@@ -69,7 +72,7 @@ def load_rows(path: Path, texts: Sequence[str]) -> list[Tensor]:
         UsageError: the checkpoint has no tokenizer that can be used, or the text is too short to judge on.
     """
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         encoded = [tokenizer(text)["input_ids"] for text in texts]
     except Exception as error:  # tokenizers raises bare Exceptions
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -126,9 +129,9 @@ def judge(model: MTPCarrier, rows: Sequence[Row], inspection: Inspection) -> dic
     caused, choices = _first_depth_choices(model, rows, inspection)
     depths = []
     for depth in range(1, model.mtp.num_depths + 1):
-        own, before, after = score(model, rows, depth, model.mtp.recurrence, (0, -1, 1))
+        own, before, after = score(model, rows, depth, model.mtp.recurrence, TARGETS)
         with shuffled(model):
-            broken = score(model, rows, depth, model.mtp.recurrence)[0]
+            broken = score(model, rows, depth, model.mtp.recurrence, TARGETS)[0]
         depths.append(
             {
                 "depth": depth,
@@ -159,13 +162,13 @@ def _first_depth_choices(
 ) -> tuple[bool, dict[str, dict[str, Any]]]:
     """Depth 1 with the halves in either order and with either of the trunk's hiddens; whether another one was right."""
     family = model.mtp_family
-    own = score(model, rows, 1, model.mtp.recurrence)[0]
+    own = score(model, rows, 1, model.mtp.recurrence, TARGETS)[0]
     with swapped_halves(model):
-        swapped = score(model, rows, 1, model.mtp.recurrence)[0]
+        swapped = score(model, rows, 1, model.mtp.recurrence, TARGETS)[0]
     other_hidden: Scores | None
     try:
         with other_trunk_hidden(model):
-            other_hidden = score(model, rows, 1, model.mtp.recurrence)[0]
+            other_hidden = score(model, rows, 1, model.mtp.recurrence, TARGETS)[0]
     except UsageError:  # no norm, or none that can be undone
         other_hidden = None
     caused = False
@@ -245,7 +248,7 @@ def _recurrence(model: MTPCarrier, rows: Sequence[Row], inspection: Inspection) 
     ways: list[Chaining] = ["post_norm", "pre_norm"]
     if len(model.mtp.layers) > 1:  # a repeated layer is trained on the trunk's hidden by its first depth
         ways.append("trunk")
-    found = {way: score(model, rows, 2, way)[0] for way in ways}
+    found = {way: score(model, rows, 2, way, TARGETS)[0] for way in ways}
     for way in ways:
         if way == own or not clearly_better(found[way], found[own]):
             continue

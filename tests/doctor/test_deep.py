@@ -18,12 +18,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from forerun import MTPConfig, attach, cli
+from forerun import MTPConfig, attach, cli, load
 from forerun.checkpoint.findings import Inspection
 from forerun.doctor.deep import ROW_LENGTH, judge, load_rows, look_deep, read_texts
 from forerun.doctor.forward import Row, Scores, constant_guess, score, shuffled, trunk_rows
 from forerun.models.carrier import MTPCarrier
 from forerun.models.training import mtp_forward
+from tests.families.handmade import PARTS, checkpoint
 
 WORDS = 64
 ONE = torch.eye(WORDS)
@@ -191,6 +192,30 @@ def test_constant_guess() -> None:
     row = Row(torch.zeros(1, 4), torch.zeros(1, 4, 2), torch.tensor([5, 2, 5, 5]))
     assert constant_guess([row]) == 0.75
     assert Scores().acceptance == Scores().mean_loss == 0.0
+
+
+@pytest.mark.parametrize("name", sorted(PARTS))
+def test_every_family_runs(tmp_path: Path, name: str) -> None:
+    """With a head of random numbers, whose loss is that of `mtp_forward`; the model is left as it was."""
+    checkpoint(tmp_path, name)
+    model = load(tmp_path)
+    assert isinstance(model, MTPCarrier)
+    before = {n: t.clone() for n, t in model.eval().state_dict().items()}
+    ids = torch.randint(1, 61, (1, 24), generator=torch.Generator().manual_seed(1))
+    rows = trunk_rows(model, [ids[0]])
+    inspection = Inspection(str(tmp_path), name, name, 1, 1)
+    figures = judge(model, rows, inspection)
+    assert figures["depths"][0]["positions"] == 24 - 3 and math.isfinite(figures["depths"][0]["loss"])
+    assert all(torch.equal(t, model.state_dict()[n]) for n, t in before.items())
+    stats = mtp_forward(
+        model,
+        rows[0].hidden_states,
+        input_ids=ids,
+        position_ids=torch.arange(24)[None],
+        document_ids=torch.zeros_like(ids),
+        loss_mask=torch.ones_like(ids, dtype=torch.bool),
+    ).stats.compute()
+    assert score(model, rows, 1, "post_norm")[0].mean_loss == pytest.approx(stats["mtp/depth_1/loss"], rel=1e-5)
 
 
 def with_tokenizer(model: MTPCarrier, path: Path) -> Path:
