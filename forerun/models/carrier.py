@@ -144,10 +144,21 @@ def _before_forward(model: MTPCarrier, args: tuple[Any, ...], kwargs: dict[str, 
         )
 
     def graft_loss(trunk: nn.Module, _: Any, output: Any) -> Any:
+        if output.get("cache") is not None:
+            _warn_if_packed(call.get("position_ids"))
         output["last_hidden_state"] = _grafted(model, output["last_hidden_state"], labels, call)
         return output
 
     model.__dict__["_mtp_hook"] = base_model(model).register_forward_hook(graft_loss)
+
+
+def _warn_if_packed(position_ids: Tensor | None) -> None:
+    if position_ids is not None and bool((position_ids[..., 1:] <= position_ids[..., :-1]).any()):
+        warnings.warn(
+            "this row is packed, and with use_cache=True the trunk takes it for one document (transformers looks for "
+            "restarting position_ids only without a cache): pass use_cache=False, or set model.config.use_cache=False",
+            stacklevel=3,
+        )
 
 
 def _after_forward(model: MTPCarrier, *_: Any) -> None:

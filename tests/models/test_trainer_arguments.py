@@ -86,3 +86,13 @@ def test_ranks_with_uneven_counts_give_the_gradient_of_the_whole(averaged: bool)
             # Averaged over ranks: a global count gives the sum of the ranks' shares, a count of their own the mean.
             reference[name] = reference.get(name, 0) + (grad if averaged else grad / 2)
     assert_same({name: (ranks[0][name] + ranks[1][name]) / 2 for name in reference}, reference)
+
+
+def test_a_packed_row_that_the_trunk_takes_for_one_document_is_told(recwarn: pytest.WarningsRecorder) -> None:
+    model, ids = carrier(), token_rows(1, 10)
+    packed = torch.arange(5).repeat(2)[None]
+    model(input_ids=ids, labels=ids, position_ids=packed, use_cache=False)
+    model(input_ids=ids, labels=ids, position_ids=torch.arange(10)[None])
+    assert not [w for w in recwarn if "packed" in str(w.message)]
+    with pytest.warns(UserWarning, match="pass use_cache=False"):
+        model(input_ids=ids, labels=ids, position_ids=packed)
