@@ -123,10 +123,16 @@ def test_autocast_gives_the_bits_of_adding_the_loss(build) -> None:
         torch.manual_seed(0)
         modules = [nn.Linear(6, 6) for _ in range(3)]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            how(*modules, torch.randn(4, 6), 0.3)  # a scale that bfloat16 would round
+            how(*modules, torch.randn(4, 6), 0.3)
         found.append([p.grad for module in modules for p in module.parameters()])
     for reference, ours in zip(*found, strict=True):
         assert ours.dtype == torch.float32 and torch.equal(ours, reference)
+
+
+def test_the_scale_keeps_the_precision_of_the_loss() -> None:
+    weight = torch.ones((), requires_grad=True)
+    graft(torch.ones(2, dtype=torch.bfloat16, requires_grad=True), weight * 1, 0.3).sum().backward()
+    assert torch.equal(weight.grad, torch.tensor(0.3))
 
 
 def test_the_value_is_unchanged_and_a_vector_loss_is_refused() -> None:
