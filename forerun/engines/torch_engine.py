@@ -71,7 +71,7 @@ class TorchEngineConfig:
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train_trunk: bool = True
-    chunk_size: int = 1024
+    chunk_size: int = 64
     autocast: Literal["bfloat16", "float16"] | None = None
     activation_recompute: bool = False
     on_nonfinite: Literal["stop", "skip"] = "stop"

@@ -42,7 +42,7 @@ class MTPConfig:
     loss: LossKind = "ce"
     loss_top_k: int | None = None
     mask_rule: MaskRule = "target"
-    chunk_size: int = 1024
+    chunk_size: int = 64
     acceptance: AcceptanceRule = "rejection"
 
     def __post_init__(self) -> None:
