@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from forerun.checkpoint.reader import SINGLE
 from tests.checkpoint.checkpoints import edit, look
@@ -94,30 +94,32 @@ def test_depth_zero_with_tensors(tmp_path: Path, name: str) -> None:
     assert kinds(tmp_path) == ["depth_mismatch"]
 
 
-def test_experts_stacked_where_the_trunks_lie_apart(tmp_path: Path) -> None:
-    """Qwen3.5 files exist with the block's experts in either form."""
+def stacked(tensors: dict[str, torch.Tensor], start: str) -> dict[str, torch.Tensor]:
+    """The four experts under `start` as the module holds them."""
+    gate_up = [torch.cat([tensors[f"{start}{e}.{p}_proj.weight"] for p in ("gate", "up")]) for e in range(4)]
+    down = [tensors[f"{start}{e}.down_proj.weight"] for e in range(4)]
+    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(start)}
+    return rest | {f"{start}gate_up_proj": torch.stack(gate_up), f"{start}down_proj": torch.stack(down)}
+
+
+@pytest.mark.parametrize("whose", ["block", "trunk"])
+def test_experts_stacked_on_one_side_and_apart_on_the_other(tmp_path: Path, whose: str) -> None:
+    """Qwen3.5 files exist with experts in either form."""
     checkpoint(tmp_path, "qwen3_5_moe_text")
-    tensors = load_file(tmp_path / SINGLE)
-    start = "mtp.layers.0.mlp.experts."
-    apart = [n for n in tensors if n.startswith(start)]
-    if any(".0." in n.removeprefix(start[:-1]) for n in apart):
-        both = ("gate_proj", "up_proj")
-        stacked = {
-            f"{start}gate_up_proj": torch.stack(
-                [torch.cat([tensors[f"{start}{e}.{p}.weight"] for p in both]) for e in range(4)]
-            ),
-            f"{start}down_proj": torch.stack([tensors[f"{start}{e}.down_proj.weight"] for e in range(4)]),
-        }
-    else:
-        stacked = {
-            f"{start}{e}.{p}.weight": part.clone()
-            for e in range(4)
-            for p, part in zip(("gate_proj", "up_proj"), tensors[f"{start}gate_up_proj"][e].chunk(2), strict=True)
-        }
-        stacked |= {f"{start}{e}.down_proj.weight": tensors[f"{start}down_proj"][e].clone() for e in range(4)}
-    edit(tmp_path, lambda tensors: {n: t for n, t in tensors.items() if n not in apart} | stacked)
+    starts = {"block": ["mtp.layers.0.mlp.experts."], "trunk": [f"model.layers.{i}.mlp.experts." for i in range(2)]}
+    for start in starts[whose]:
+        edit(tmp_path, lambda tensors, start=start: stacked(tensors, start))
     found = look(tmp_path)
     assert found.healthy, [p.message for p in found.problems]
-    name = sorted(stacked)[0]
-    edit(tmp_path, lambda tensors: tensors | {name: torch.randn(2, 3)})
+    assert not any(row.expected_shape is None for row in found.tensors.values())
+    wrong = next(name for name in found.tensors if "experts." in name)
+    edit(tmp_path, lambda tensors: tensors | {wrong: torch.randn(2, 3)})
     assert kinds(tmp_path) == ["wrong_shape"]
+
+
+def test_longcat_counts_sublayers(tmp_path: Path) -> None:
+    """Its num_hidden_layers may be twice the layers that its files have."""
+    checkpoint(tmp_path, "longcat_flash")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_layers": 2, "num_hidden_layers": 4}))
+    assert kinds(tmp_path) == []
