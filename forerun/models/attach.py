@@ -25,7 +25,7 @@ def attach(
     model: PreTrainedModel,
     mtp: MTPConfig | None = None,
     *,
-    init: Init = "carry",
+    init: Init | None = "carry",
     fit_to: Sequence[Tensor] = (),
     family: FamilyRecord | None = None,
     seed: int = 0,
@@ -39,10 +39,11 @@ def attach(
     Args:
         model: a decoder-only causal LM of transformers whose layers are called as Llama's are.
         mtp: default is `MTPConfig(enable=True)`.
-        init: how the block starts. "carry": the projection passes the trunk's hidden on, the decoder layer is a copy of
-            the trunk's with silent outputs, and the final norm keeps half the trunk's logit scale; so the head repeats
-            the trunk's last prediction, and its loss starts below ln V. "plain": every matrix is drawn from
-            N(0, initializer_range), as those of a model trained from nothing are.
+        init: how the block starts. "carry": the projection passes the trunk's hidden on, the decoder layer is drawn
+            with silent outputs, and the final norm keeps half the trunk's logit scale; so the head repeats the trunk's
+            last prediction, and its loss starts below ln V. "plain": every matrix is drawn from
+            N(0, initializer_range), as those of a model trained from nothing are. None: left as the copies come, for
+            weights that are loaded next.
         fit_to: text to solve for the projection on, as token ids, long [B, S] each, every row one document. The best
             start, for one forward of the trunk over it (`forerun.models.init.fit_projection`): give several times 2d
             tokens of what the model will write. Needs init="carry".
@@ -87,7 +88,8 @@ def attach(
         layer = MTPLayer(text_config.hidden_size, decoder, make_norm, family.concat_order, family.final_norm)
         # The decoder keeps the trunk's own mixture of dtypes: routers stay in float32 in a bfloat16 trunk.
         layer.proj.to(dtype=norm.weight.dtype, device=norm.weight.device)
-        initialise(layer, norm, init, text_config.initializer_range, generator, family, first=k == 0)
+        if init is not None:
+            initialise(layer, norm, init, text_config.initializer_range, generator, family, first=k == 0)
         for child in ("hidden_norm", "embed_norm", "proj", "final_norm"):
             if built and family.shared_between_depths(child):
                 setattr(layer, child, getattr(built[0], child))

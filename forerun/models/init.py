@@ -1,8 +1,9 @@
 """How a new MTP head starts: without data, or in closed form from a little text.
 
-Without data ("carry"), the head repeats the trunk: its projection passes the trunk's hidden on, its decoder layer is a
-copy of the trunk's last one with silent outputs, and its final norm makes the repeated distribution about half as sure.
-The loss then starts below ln V and the layer learns from there what the next token changes.
+Without data ("carry"), the head repeats the trunk: its projection passes the trunk's hidden on, its decoder layer is
+drawn with silent outputs, and its final norm makes the repeated distribution about half as sure. The loss then starts
+below ln V, and the layer learns from there what the next token changes. A copy of the trunk's last layer in its place
+learns more slowly.
 
 In closed form: the depth-1 target is known exactly, the trunk's own hidden one position on, h⁰_{i+1}, whose LM-head
 distribution the head is to reproduce. A head whose decoder layer adds nothing yet is its projection, and the best
@@ -57,14 +58,15 @@ def initialise(
     if init not in ("carry", "plain"):
         raise UsageError(f"init={init!r} is not one of carry, plain")
     scale = norm_scale(norm)
+    for name, parameter in layer.named_parameters():
+        if parameter.dim() >= 2:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+        elif name.endswith("bias"):
+            parameter.zero_()
+    for module in layer.modules():
+        if isinstance(module, type(norm)):
+            set_norm_scale(module, torch.ones_like(norm_scale(module)))
     if init == "plain":
-        for name, parameter in layer.named_parameters():
-            if parameter.dim() >= 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-            elif name.endswith("bias"):
-                parameter.zero_()
-            elif name.startswith("decoder."):
-                parameter.fill_(0.0 if family.zero_centred_norm else 1.0)
         if isinstance(layer.final_norm, type(norm)):
             set_norm_scale(layer.final_norm, scale)
         return

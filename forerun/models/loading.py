@@ -78,7 +78,8 @@ def load(
     if depth == 0:
         return model
     mtp = mtp or MTPConfig(enable=True)
-    carrier = attach(model, replace(mtp, num_layers=mtp.num_layers if mtp.repeat_layer else depth), family=family)
+    wanted = replace(mtp, num_layers=mtp.num_layers if mtp.repeat_layer else depth)
+    carrier = attach(model, wanted, init=None, family=family)
     _load_block(carrier, reader, depth)
     carrier.mtp_source = reader.path
     return carrier
