@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,12 +55,13 @@ def test_every_module_has_a_layer() -> None:
 
 
 def test_mtp_imports_torch_only() -> None:
-    allowed = ("torch", "forerun.mtp", "__future__", "collections", "dataclasses", "typing")
+    allowed = {"torch", "forerun", *sys.stdlib_module_names}
     wrong = [
         f"{file.name} imports {module}"
         for file in (ROOT / "mtp").glob("*.py")
         for module in imports(file)
-        if not module.startswith(allowed)
+        if module.split(".")[0] not in allowed
+        or (module.startswith("forerun.") and not module.startswith("forerun.mtp"))
     ]
     assert not wrong, wrong
 
