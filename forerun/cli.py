@@ -188,6 +188,14 @@ def convert(
             "or hf (back from those)."
         ),
     ],
+    fold_norm: Annotated[
+        bool,
+        typer.Option(
+            "--fold-norm",
+            help="For mimo: move the trunk's final norm into an untied LM head, so that any engine reads the hidden "
+            "that the head was trained on, for every drafted token.",
+        ),
+    ] = False,
 ) -> Work:
     """Write a checkpoint in another layout, or say why it does not fit there."""
 
@@ -196,9 +204,13 @@ def convert(
         from forerun.families.serving import TARGETS
         from forerun.models.serving import export
 
-        layouts = {"megatron": to_megatron, "hf": from_megatron} | {name: partial(export, to=name) for name in TARGETS}
+        layouts = {"megatron": to_megatron, "hf": from_megatron} | {
+            name: partial(export, to=name, fold_norm=fold_norm) for name in TARGETS
+        }
         if to not in layouts:
             raise UsageError(f"cannot convert to {to!r}: choose one of {', '.join(sorted(layouts))}")
+        if fold_norm and to not in TARGETS:
+            raise UsageError(f"--fold-norm is for what an engine serves ({', '.join(TARGETS)}), not for {to}")
         layouts[to](source, out)
         print(f"{out}: {to} checkpoint of {source}")
         return 0

@@ -29,7 +29,8 @@ from forerun.families.serving import TARGETS, Target
 
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _UNREAD = ".rotary_emb.inv_freq"  # a buffer in old files that every reader computes itself
-_SAME_FORMULA = ("concat_order", "trunk_hidden", "recurrence", "final_norm", "zero_centred_norm")
+# Not the recurrence: it says how tokens after the first are drafted, and a draft may be worse without being wrong.
+_SAME_FORMULA = ("concat_order", "trunk_hidden", "final_norm", "zero_centred_norm")
 # Settings that change what a trunk computes, with the value that leaves it as it is.
 _NEUTRAL = {
     "attn_logit_softcapping": None,
@@ -50,7 +51,14 @@ _FOREIGN = {
 }
 
 
-def export(source: str | Path, out: str | Path, to: str = "mimo", *, shard_bytes: int = SHARD_BYTES) -> None:
+def export(
+    source: str | Path,
+    out: str | Path,
+    to: str = "mimo",
+    *,
+    fold_norm: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
     """Write a checkpoint with an attached MTP block as one that a serving engine drafts with.
 
     Tensors are read and written one shard at a time. Tokenizer, chat template and generation config go along; tied
@@ -60,6 +68,9 @@ def export(source: str | Path, out: str | Path, to: str = "mimo", *, shard_bytes
         source: a Hugging Face directory whose block `forerun.attach` made.
         out: the directory to write; it must not exist, or be empty.
         to: one of `forerun.families.serving.TARGETS`.
+        fold_norm: multiply the weight of the trunk's final norm into the LM head (which is then untied, and rounded
+            once more) and divide the block's final norm by it. With that norm at 1 the hidden before it and after it
+            are the same to the block, so engines that hand on either draft alike, and tokens after the first as well.
         shard_bytes: the most that a file holds.
 
     Raises:
@@ -84,10 +95,13 @@ def export(source: str | Path, out: str | Path, to: str = "mimo", *, shard_bytes
         _check_formula(reader, target)
         config = _target_config(own, rope, target, depth)
         biases = _missing_biases(_expected(target, config, depth), _stored(reader, config))
+        tensors = _tensors(reader, config, biases)
+        if fold_norm:
+            tensors = _folded(tensors, reader, target, config, depth)
     except _Unfit as error:
         raise UsageError(f"{source} cannot be served as {to}: {error}") from None
     with scratch_directory(out) as scratch:
-        write_shards(scratch, _tensors(reader, config, biases), shard_bytes)
+        write_shards(scratch, tensors, shard_bytes)
         (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         shutil.copy(Path(__file__).with_name(target.code[0]), scratch / target.code[0])
         carry_over(reader.path, scratch, out)
@@ -231,3 +245,29 @@ def _tensors(reader: CheckpointReader, config: dict[str, Any], biases: set[str])
         bias = f"{name.removesuffix('.weight')}.bias"
         if bias in biases:
             yield bias, torch.zeros(len(tensor), dtype=tensor.dtype)
+
+
+def _folded(
+    tensors: Iterator[tuple[str, Tensor]], reader: CheckpointReader, target: Target, config: dict[str, Any], depth: int
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors with the trunk's final norm moved into the LM head; `config` is untied to match."""
+    scale = reader.tensor(_NORM).float()
+    if not bool(scale.all()):
+        raise _Unfit(f"{_NORM} has a zero, which cannot be divided out of the block's norm: leave --fold-norm out")
+    tied, config["tie_word_embeddings"] = config["tie_word_embeddings"], False
+    block_norms = {target.family.tensor_name(k, "final_norm.weight", config["num_hidden_layers"]) for k in range(depth)}
+
+    def change() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            if name == _NORM:
+                yield name, torch.ones_like(tensor)
+            elif name in block_norms:
+                yield name, (tensor.float() / scale).to(tensor.dtype)
+            elif name == _HEAD:
+                yield name, (tensor.float() * scale).to(tensor.dtype)
+            else:
+                yield name, tensor
+            if tied and name == _EMBEDDING:
+                yield _HEAD, (tensor.float() * scale).to(tensor.dtype)
+
+    return change()

@@ -100,8 +100,8 @@ class MTPBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """One depth (from 1). Returns (the hidden for the LM head, the hidden for the next depth), both [B, S, d].
 
-        `hidden_states` are the trunk's at depth 1, as its LM head takes them; then those that the depth before returned.
-        A depth past the last layer runs the last layer again: so a drafter chains further than it was trained.
+        `hidden_states` are the trunk's at depth 1, as its LM head takes them; later those that the depth before
+        returned. A depth past the last layer runs that one again, so a drafter chains further than it was trained.
         """
         layer = self.layer(depth)
         if depth == 1 and self.undo_norm is not None:

@@ -98,7 +98,7 @@ def test_scores_are_those_of_training() -> None:
         compare_with_trunk=True,
     ).stats.compute()
     for depth in (1, 2):
-        (found,) = score(model, rows, depth, "post_norm")
+        (found,) = score(model, rows, depth, model.mtp.recurrence)
         assert found.count == 90 - depth - 1
         assert found.mean_loss == pytest.approx(stats[f"mtp/depth_{depth}/loss"], rel=1e-5)
         assert found.acceptance == pytest.approx(stats[f"mtp/depth_{depth}/trunk_top1"])
@@ -143,8 +143,10 @@ def test_shifted_target(where: str) -> None:
 
 
 def test_recurrence_of_two_depths() -> None:
-    """Depth 2 was trained on depth 1's hidden before its norm, which here turns every sign."""
-    figures, inspection = judged(model_that(NEXT, NEXT, final_norm=-1.0))
+    """Depth 2 was trained on depth 1's hidden before its norm, which here turns every sign, and is handed the other."""
+    model = model_that(NEXT, NEXT, final_norm=-1.0)
+    model.mtp.recurrence = "post_norm"
+    figures, inspection = judged(model)
     assert figures["recurrence"]["acceptance"]["pre_norm"] == 1.0
     assert "recurrence" in [p.kind for p in inspection.problems]
     assert next(p for p in inspection.problems if p.kind == "recurrence").message.startswith(

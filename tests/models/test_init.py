@@ -44,12 +44,12 @@ ZERO_CENTRED = replace(ATTACHED, zero_centred_norm=True)
     [
         ATTACHED,
         replace(ATTACHED, concat_order="embed_hidden"),
-        replace(ATTACHED, trunk_hidden="post_norm"),
-        replace(ATTACHED, recurrence="pre_norm"),
+        replace(ATTACHED, trunk_hidden="post_norm", recurrence="post_norm"),
+        replace(ATTACHED, recurrence="post_norm"),
         replace(ATTACHED, final_norm=False),
         ZERO_CENTRED,
     ],
-    ids=["hidden_embed", "embed_hidden", "post_norm", "pre_norm", "no_final_norm", "zero_centred"],
+    ids=["hidden_embed", "embed_hidden", "post_norm", "pre_then_post", "no_final_norm", "zero_centred"],
 )
 def test_a_new_head_repeats_its_trunk_half_as_sure(family: FamilyRecord) -> None:
     """h^k is half the trunk's hidden, whatever tokens follow; through a norm more, of the mean length."""
@@ -117,12 +117,16 @@ def rows(model: MTPCarrier, count: int = 6) -> tuple[list, list]:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("order", "trunk_hidden"),
-    [("hidden_embed", "pre_norm"), ("embed_hidden", "pre_norm"), ("hidden_embed", "post_norm")],
-    ids=["hidden_embed", "embed_hidden", "post_norm"],
+    ("order", "trunk_hidden", "recurrence"),
+    [
+        ("hidden_embed", "pre_norm", "pre_norm"),
+        ("embed_hidden", "pre_norm", "pre_norm"),
+        ("hidden_embed", "pre_norm", "post_norm"),
+        ("hidden_embed", "post_norm", "post_norm"),
+    ],
 )
-def test_the_fit_is_the_least_squares_solution(order: str, trunk_hidden: str) -> None:
-    family = replace(ATTACHED, concat_order=order, trunk_hidden=trunk_hidden)
+def test_the_fit_is_the_least_squares_solution(order: str, trunk_hidden: str, recurrence: str) -> None:
+    family = replace(ATTACHED, concat_order=order, trunk_hidden=trunk_hidden, recurrence=recurrence)
     model = attach(tiny_model(), MTPConfig(enable=True, num_layers=2), family=family)
     layer = model.mtp.layer(1)
     g = base_model(model).norm.weight.uniform_(0.5, 2.0)
@@ -143,13 +147,15 @@ def test_the_fit_is_the_least_squares_solution(order: str, trunk_hidden: str) ->
     prediction = stacked @ solution
     assert explained == pytest.approx(float(1 - (target - prediction).pow(2).sum() / target.pow(2).sum()), rel=1e-6)
     torch.testing.assert_close(layer.final_norm.weight, g * prediction.pow(2).mean().sqrt())
-    # Depth 2 is the same map, of a hidden that comes from after a norm.
+    # Depth 2 is the same map, of a hidden that may come from after a norm where the first layer's comes from before.
     deeper = model.mtp.layer(2)
     before = torch.randn(3, 16, dtype=torch.float64)
     after = before * g * (prediction.pow(2).mean().sqrt() if trunk_hidden == "pre_norm" else 1)
     entering = before if trunk_hidden == "pre_norm" else after
     embedded = torch.randn(3, 16, dtype=torch.float64)
-    if trunk_hidden == "pre_norm":
+    if trunk_hidden == recurrence == "pre_norm":
+        torch.testing.assert_close(deeper.combine(before, embedded), layer.combine(before, embedded))
+    elif trunk_hidden == "pre_norm":
         # Up to its length, which depends on how g falls on it.
         found, wanted = deeper.hidden_norm(after), layer.hidden_norm(entering)
         torch.testing.assert_close(F.normalize(found, dim=-1), F.normalize(wanted, dim=-1), rtol=1e-5, atol=1e-6)

@@ -98,6 +98,8 @@ def test_the_export_is_the_same_model(tmp_path: Path, kind: str, settings: dict[
     export(tmp_path / "source", tmp_path / "out")
     dtype = settings.get("dtype", torch.float32)
     before, after = (forerun.load(tmp_path / name, dtype=dtype).eval() for name in ("source", "out"))
+    # Past depth 1 the two layouts hand on another hidden.
+    after.mtp.recurrence = before.mtp.recurrence
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(outputs(before), outputs(after), strict=True))
     # And the export lost nothing of what was saved, nor changed it.
     written = stored(tmp_path / "out")
@@ -107,6 +109,31 @@ def test_the_export_is_the_same_model(tmp_path: Path, kind: str, settings: dict[
     assert not any(tensor.any() for tensor in written.values())
     assert after.config.tie_word_embeddings is model.config.tie_word_embeddings
     assert after.mtp_family is MIMO
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_with_the_norm_folded_either_hidden_gives_the_same_drafts(tmp_path: Path, tied: bool) -> None:
+    model = source(tmp_path / "source", tie_word_embeddings=tied)
+    with torch.no_grad():  # a multiple of the trunk's norm, which training leaves nearly so
+        model.mtp.layer(1).final_norm.weight.copy_(0.8 * base_model(model).norm.weight)
+    model.save_pretrained(tmp_path / "source")
+    export(tmp_path / "source", tmp_path / "out", fold_norm=True)
+    before, after = (forerun.load(tmp_path / name, dtype=torch.float32).eval() for name in ("source", "out"))
+    assert after.config.tie_word_embeddings is False
+    before.mtp.num_depths = after.mtp.num_depths = 2  # the same layer again, as an engine chains it
+    ours, theirs = outputs(before), outputs(after)
+    torch.testing.assert_close(theirs[0], ours[0])
+    for depth in (1, 2):
+        drafted = before.get_output_embeddings()(ours[depth])
+        torch.testing.assert_close(after.get_output_embeddings()(theirs[depth]), drafted, rtol=1e-4, atol=1e-4)
+    # SGLang's way: the hidden after the norm, at depth 1 too.
+    after.mtp.undo_norm = None
+    torch.testing.assert_close(outputs(after)[1:], theirs[1:], rtol=1e-4, atol=1e-4)
+    # Without folding, the chained hidden is another one.
+    export(tmp_path / "source", tmp_path / "plain")
+    plain = forerun.load(tmp_path / "plain", dtype=torch.float32).eval()
+    plain.mtp.num_depths = 2
+    assert (outputs(plain)[2] - ours[2]).abs().max() > 1e-2
 
 
 def test_the_layout_is_what_a_mimo_carrier_has(tmp_path: Path) -> None:
@@ -219,7 +246,6 @@ def test_what_does_not_fit_is_refused_in_one_line(
         ("trunk_hidden", "post_norm"),
         ("concat_order", "embed_hidden"),
         ("final_norm", False),
-        ("recurrence", "pre_norm"),
     ],
 )
 def test_a_block_trained_for_another_formula_is_refused(

@@ -89,7 +89,7 @@ def test_unseeded_requests_follow_the_engine_s_seed() -> None:
 
 def test_match_writes_the_plain_text_for_any_k() -> None:
     engine = engine_of(tiny.carrier(), acceptance="match")
-    wanted = tiny.requests(tiny.prompts(6), max_tokens=15, seed=3, temperature=0.7, top_p=0.9)
+    wanted = tiny.requests(tiny.prompts(12), max_tokens=30, seed=3, temperature=0.7, top_p=0.9)
     engine.num_speculative_tokens = 0
     plain = texts(engine.generate(wanted))
     for engine.num_speculative_tokens in (1, 4):
@@ -182,7 +182,7 @@ def test_a_perfect_drafter_has_every_draft_accepted() -> None:
 
 def test_counts_add_up_to_the_tokens() -> None:
     engine = engine_of(tiny.carrier(), num_speculative_tokens=3)
-    stop = tuple(range(0, tiny.VOCAB, 9))
+    stop = tuple(range(0, tiny.VOCAB, 15))
     reasons = set()
     for c in engine.generate(tiny.requests(tiny.prompts(9), max_tokens=17, seed=4, stop_token_ids=stop)):
         assert c.spec_num_accepted_tokens == sum(c.accepted_per_depth or [])

@@ -52,9 +52,16 @@ def trunk(kind: str = "llama", *, tied: bool = True, dtype: torch.dtype = torch.
 def carrier(
     kind: str = "llama", *, tied: bool = True, dtype: torch.dtype = torch.float64, layers: int = 1, repeat: bool = False
 ) -> MTPCarrier:
-    return attach(
-        trunk(kind, tied=tied, dtype=dtype), MTPConfig(True, num_layers=layers, repeat_layer=repeat), init="plain"
-    ).eval()
+    """A head fitted to the trunk, so that some of its drafts are accepted, whose decoder layers do something."""
+    generator = torch.Generator().manual_seed(2)
+    text = torch.randint(0, VOCAB, (8, 64), generator=generator)
+    mtp = MTPConfig(True, num_layers=layers, repeat_layer=repeat)
+    model = attach(trunk(kind, tied=tied, dtype=dtype), mtp, fit_to=[text])
+    with torch.no_grad():
+        for name, parameter in model.mtp.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
 
 
 def perfect_carrier() -> MTPCarrier:

@@ -38,7 +38,7 @@ def test_a_speculative_step_reports_its_drafts(tmp_path: Path) -> None:
     assert drafted > accepted > 0
     assert (metrics["spec_num_draft_tokens"], metrics["spec_num_accepted_tokens"]) == (drafted, accepted)
     assert metrics["acceptance_length"] == pytest.approx(1 + accepted / steps)
-    assert 0 < metrics["acceptance/depth_2"] < 1 and 0 < metrics["acceptance/depth_1"] < 1  # type: ignore[operator]
+    assert 0 < metrics["acceptance/depth_2"] < 1 and 0 < metrics["acceptance/depth_1"] <= 1  # type: ignore[operator]
     # The log-probabilities are the target's, not the drafter's.
     assert metrics["log_prob_gap_max"] < 1e-4  # type: ignore[operator]
     assert metrics["drafter_in_sync"] == 1.0

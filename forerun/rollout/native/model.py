@@ -206,9 +206,7 @@ def _check_kind(model: PreTrainedModel, trunk: Any) -> None:
         raise UsageError(f"the native engine runs Llama-like models and {type(model).__name__} is none")
 
 
-def _copy_block(
-    block: MTPBlock, first_cache_layer: int, copies: WeightCopies, undo_norm: UndoNorm | None
-) -> MTPBlock:
+def _copy_block(block: MTPBlock, first_cache_layer: int, copies: WeightCopies, undo_norm: UndoNorm | None) -> MTPBlock:
     """The same block, made of the engine's layers; `MTPBlock.step` is the one definition of what it computes."""
     layers = []
     for k, layer in enumerate(block.layers):
