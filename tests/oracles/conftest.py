@@ -45,3 +45,9 @@ def megatron_env(oracle: Callable[[str], Path]) -> Path:
 def verl_env(oracle: Callable[[str], Path]) -> Path:
     """The interpreter that has verl."""
     return oracle("verl")
+
+
+@pytest.fixture(scope="session")
+def vllm_env(oracle: Callable[[str], Path]) -> Path:
+    """The interpreter that has vLLM."""
+    return oracle("vllm")
