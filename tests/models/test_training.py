@@ -59,14 +59,14 @@ def naive_mtp_loss(model: MTPCarrier, documents: list[Tensor], masks: list[Tenso
         causal = torch.full((len(tokens), len(tokens)), -torch.inf, dtype=hidden.dtype).triu(1)[None, None]
         for depth in range(1, block.num_depths + 1):
             read = torch.cat([tokens[depth:], tokens.new_zeros(min(depth, len(tokens)))])
-            hidden, _ = block.step(
+            for_head, hidden = block.step(
                 depth,
                 hidden,
                 model.get_input_embeddings()(read).unsqueeze(0),
                 attention_mask=causal,
                 position_embeddings=trunk.rotary_emb(hidden, positions),
             )
-            logits = model.get_output_embeddings()(hidden)[0]
+            logits = model.get_output_embeddings()(for_head)[0]
             for i in range(len(tokens) - depth - 1):
                 if mask[i + depth + 1]:
                     sums[depth - 1] = sums[depth - 1] - logits[i].log_softmax(-1)[tokens[i + depth + 1]]
