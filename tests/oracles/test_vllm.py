@@ -35,7 +35,7 @@ pytestmark = pytest.mark.oracle
 DRAFT = 2  # tokens per draft: the second depends on what one depth hands to the next
 TOKENS = 40
 # Differences of logits, which are of the order of 10, that the engine's rounding can turn around.
-TIES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+TIES = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 # Half of them are one token: vLLM's drafters of some families are blind to the embedding at position 0, and there the
 # first draft is made from it.
 PROMPTS = [[(37 * i + 3 * j * j) % (served_models.VOCAB - 1) + 1 for j in range(max(1, i - 6))] for i in range(16)]
