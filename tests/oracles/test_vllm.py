@@ -133,7 +133,9 @@ def smollm2_as_mimo(vllm_env: Path, tmp_path_factory: pytest.TempPathFactory) ->
         for q in QUESTIONS
     ]
     runs = [run("mtp", exported, torch.float32, DRAFT, prompts), run("plain", exported, torch.float32, 0, prompts)]
-    return Served(model.eval(), torch.float32, prompts, serve(vllm_env, folder, runs))
+    answers = serve(vllm_env, folder, runs)
+    shutil.rmtree(folder)  # a gigabyte
+    return Served(model.eval(), torch.float32, prompts, answers)
 
 
 def check_text(served: Served) -> None:
