@@ -222,8 +222,8 @@ _GRADIENTS = [
         "norms-shared-with-the-trunk",
         "The block's norms are the trunk's final norm itself.",
         "forerun.models.attach",
-        "made: Any = copy.deepcopy(norm)",
-        "made: Any = norm",
+        "made = copy.deepcopy(norm)",
+        "made = norm",
         (f"{ISOLATION}[True-ce-1-train_by_forward]",),
     ),
     Mutation(

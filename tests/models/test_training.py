@@ -59,13 +59,15 @@ def naive_mtp_loss(model: MTPCarrier, documents: list[Tensor], masks: list[Tenso
         causal = torch.full((len(tokens), len(tokens)), -torch.inf, dtype=hidden.dtype).triu(1)[None, None]
         for depth in range(1, block.num_depths + 1):
             read = torch.cat([tokens[depth:], tokens.new_zeros(min(depth, len(tokens)))])
-            for_head, hidden = block.step(
-                depth,
+            if depth == 1 and block.undo_norm is not None:
+                hidden = block.undo_norm(hidden)
+            for_head, before_norm = block.layer(depth)(
                 hidden,
                 model.get_input_embeddings()(read).unsqueeze(0),
                 attention_mask=causal,
                 position_embeddings=trunk.rotary_emb(hidden, positions),
             )
+            hidden = before_norm if block.recurrence == "pre_norm" else for_head
             logits = model.get_output_embeddings()(for_head)[0]
             for i in range(len(tokens) - depth - 1):
                 if mask[i + depth + 1]:
