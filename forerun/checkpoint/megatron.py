@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
 
 from forerun.checkpoint.reader import CONFIG, CheckpointReader
-from forerun.checkpoint.shards import SHARD_BYTES, write_shards
-from forerun.checkpoint.writer import carry_over, replace_files, scratch_directory
+from forerun.checkpoint.shards import SHARD_BYTES, new_directory, write_checkpoint
 from forerun.errors import UsageError
 from forerun.families import declared_depth, family_of, text_section, trunk_layers
 from forerun.families.megatron import EMBEDDING, Entry, entries, join, needed, split
@@ -29,7 +26,8 @@ def to_megatron(source: str | Path, out: str | Path, shard_bytes: int = SHARD_BY
     Raises:
         UsageError: `out` is taken, or a tensor has no place in the mapping table.
     """
-    reader = _open(source, out, megatron=False)
+    out = new_directory(out)
+    reader = _open(source, megatron=False)
     table, _, groups = _table(reader)
     names = reader.tensor_names
     if reader.config.get("tie_word_embeddings"):
@@ -47,7 +45,7 @@ def to_megatron(source: str | Path, out: str | Path, shard_bytes: int = SHARD_BY
         for entry in found:
             yield entry.megatron, join(entry, [reader.tensor(name) for name in entry.hugging_face], groups)
 
-    _write(reader, out, tensors(), shard_bytes)
+    write_checkpoint(out, tensors(), reader.config, reader.path, shard_bytes=shard_bytes)
 
 
 def from_megatron(source: str | Path, out: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -56,7 +54,8 @@ def from_megatron(source: str | Path, out: str | Path, shard_bytes: int = SHARD_
     Raises:
         UsageError: `out` is taken, the names are not Megatron's, or a tensor has no place in the mapping table.
     """
-    reader = _open(source, out, megatron=True)
+    out = new_directory(out)
+    reader = _open(source, megatron=True)
     table, heads, groups = _table(reader)
     found = needed(table, reader.tensor_names, "megatron")
 
@@ -64,13 +63,10 @@ def from_megatron(source: str | Path, out: str | Path, shard_bytes: int = SHARD_
         for entry in found:
             yield from zip(entry.hugging_face, split(entry, reader.tensor(entry.megatron), heads, groups), strict=True)
 
-    _write(reader, out, tensors(), shard_bytes)
+    write_checkpoint(out, tensors(), reader.config, reader.path, shard_bytes=shard_bytes)
 
 
-def _open(source: str | Path, out: str | Path, *, megatron: bool) -> CheckpointReader:
-    out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} is there already: name a new directory")
+def _open(source: str | Path, *, megatron: bool) -> CheckpointReader:
     reader = CheckpointReader(source)
     if (EMBEDDING in reader.tensor_names) is not megatron:
         held = "Hugging Face" if megatron else "Megatron"
@@ -92,14 +88,3 @@ def _positive(reader: CheckpointReader, name: str, default: int | None) -> int:
     if not isinstance(value, int) or value < 1:
         raise UsageError(f"{reader.path / CONFIG} has {name}={value!r}: give the model's")
     return value
-
-
-def _write(reader: CheckpointReader, out: str | Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
-    out = Path(out)
-    with scratch_directory(out) as scratch:
-        write_shards(scratch, tensors, shard_bytes)
-        (scratch / CONFIG).write_text(json.dumps(reader.config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        carry_over(reader.path, scratch, out)
-        if out.exists():
-            shutil.rmtree(out)
-        replace_files(scratch, out)

@@ -1,25 +1,69 @@
-"""Write a checkpoint's tensors as they come, so that no more than one shard of them is in memory."""
+"""Write a checkpoint from another one's tensors as they come: no more than one shard of them is in memory."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-from forerun.checkpoint.reader import INDEX, SINGLE
+from forerun.checkpoint.reader import CONFIG, INDEX, SINGLE
+from forerun.checkpoint.writer import carry_over, replace_files, scratch_directory
+from forerun.errors import UsageError
 
 SHARD_BYTES = 2 << 30
+
+
+def new_directory(out: str | Path) -> Path:
+    """`out`, which does not exist or is an empty directory.
+
+    Raises:
+        UsageError: something is there.
+    """
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} is there already: name a new directory")
+    return out
+
+
+def write_checkpoint(
+    out: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    config: Mapping[str, Any],
+    source: Path,
+    code: Sequence[Path] = (),
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a checkpoint made from another one. The directory appears whole or not at all.
+
+    Args:
+        out: see `new_directory`.
+        tensors, shard_bytes: as `write_shards` takes them.
+        config: config.json.
+        source: the checkpoint that it was made from, whose tokenizer and the like go along.
+        code: Python files to put beside the weights.
+    """
+    with scratch_directory(out) as scratch:
+        write_shards(scratch, tensors, shard_bytes)
+        (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        for file in code:
+            shutil.copy(file, scratch)
+        carry_over(source, scratch, out)
+        if out.exists():
+            os.rmdir(out)
+        replace_files(scratch, out)
 
 
 def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
     """Write safetensors files, and an index if they are several, under the names that transformers gives them.
 
     Args:
-        directory: an empty one, or a scratch one (`forerun.checkpoint.writer.scratch_directory`).
+        directory: an empty one.
         tensors: (name, tensor), each name once. They are taken one by one.
         shard_bytes: a file holds as many tensors as fit into this, and at least one.
     """

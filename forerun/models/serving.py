@@ -2,16 +2,13 @@
 
 No engine knows an attached head (`forerun.families.ATTACHED`), but its layout is MiMo's, and vLLM serves MiMo with
 speculative method mtp. MiMo's trunk is Qwen2's, which is Llama's with biases on the query, key and value projections;
-where a trunk has none, zeros say the same. So the export changes no weight: it adds zeros and writes another
-config.json. What would not compute the same there is refused.
+where a trunk has none, zeros say the same. So the export adds zeros, writes another config.json, and changes no weight
+unless it is asked to fold the final norm. What would not compute the same there is refused.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +17,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from forerun.checkpoint.reader import CONFIG, CheckpointReader
-from forerun.checkpoint.shards import SHARD_BYTES, write_shards
-from forerun.checkpoint.writer import carry_over, replace_files, scratch_directory
+from forerun.checkpoint.reader import CheckpointReader
+from forerun.checkpoint.shards import SHARD_BYTES, new_directory, write_checkpoint
 from forerun.errors import UsageError
 from forerun.families import FamilyRecord, family_of, present_depth
 from forerun.families.serving import TARGETS, Target
@@ -79,9 +75,7 @@ def export(
     """
     if to not in TARGETS:
         raise UsageError(f"cannot convert to {to!r}: choose one of {', '.join(sorted(TARGETS))}")
-    target, out = TARGETS[to], Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} is there already: name a new directory")
+    target, out = TARGETS[to], new_directory(out)
     reader = CheckpointReader(source)
     family = family_of(reader.config)
     depth = present_depth(family, reader.config, reader.tensor_names)
@@ -100,14 +94,8 @@ def export(
             tensors = _folded(tensors, reader, target, config, depth)
     except _Unfit as error:
         raise UsageError(f"{source} cannot be served as {to}: {error}") from None
-    with scratch_directory(out) as scratch:
-        write_shards(scratch, tensors, shard_bytes)
-        (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        shutil.copy(Path(__file__).with_name(target.code[0]), scratch / target.code[0])
-        carry_over(reader.path, scratch, out)
-        if out.exists():
-            os.rmdir(out)
-        replace_files(scratch, out)
+    code = Path(__file__).with_name(target.code[0])
+    write_checkpoint(out, tensors, config, reader.path, [code], shard_bytes)
 
 
 class _Unfit(Exception):

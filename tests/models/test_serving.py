@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 import forerun
+from forerun.checkpoint import shards
 from forerun.cli import main
 from forerun.errors import UsageError
 from forerun.families import ATTACHED, MIMO
@@ -189,7 +190,7 @@ def test_one_shard_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
     source(tmp_path / "source")
     held: list[Tensor] = []
     largest = 0
-    read, save = serving.CheckpointReader.tensor, serving.write_shards.__globals__["save_file"]
+    read, save = serving.CheckpointReader.tensor, shards.save_file
 
     def reading(self: Any, name: str) -> Tensor:
         nonlocal largest
@@ -202,7 +203,7 @@ def test_one_shard_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
         held[:-1] = []  # the last one read did not fit
 
     monkeypatch.setattr(serving.CheckpointReader, "tensor", reading)
-    monkeypatch.setitem(serving.write_shards.__globals__, "save_file", saving)
+    monkeypatch.setattr(shards, "save_file", saving)
     export(tmp_path / "source", tmp_path / "out", shard_bytes=8_000)
     assert 0 < largest < 16_000 < sum(tensor.nbytes for tensor in stored(tmp_path / "source").values())
 
