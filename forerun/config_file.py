@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from forerun.config import check, type_name
-from forerun.errors import UsageError
+from forerun.errors import UsageError, one_line
 from forerun.report.atomic import write_text
 
 RESOLVED_CONFIG = "config.yaml"
@@ -64,7 +64,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     except Exception as error:  # the YAML parser's errors have no common base that OmegaConf exports
-        raise UsageError(f"{path} is not valid YAML: {_one_line(error)}") from error
+        raise UsageError(f"{path} is not valid YAML: {one_line(error)}") from error
     if not isinstance(loaded, dict):
         raise UsageError(f"{path} must hold `key: value` lines, not a {type(loaded).__name__}")
     return {str(key): value for key, value in loaded.items()}
@@ -77,7 +77,7 @@ def _parse_override(text: str) -> dict[str, Any]:
     try:
         loaded = OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
     except Exception as error:  # as above
-        raise UsageError(f"cannot read the override {text!r}: {_one_line(error)}") from error
+        raise UsageError(f"cannot read the override {text!r}: {one_line(error)}") from error
     assert isinstance(loaded, dict)
     return {str(key): value for key, value in loaded.items()}
 
@@ -140,7 +140,3 @@ def _shown(value: Any) -> str:
 
 def _first_line(error: BaseException) -> str:
     return str(error).split("\n", 1)[0]
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

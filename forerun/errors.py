@@ -17,3 +17,8 @@ class UsageError(ForerunError):
     """The caller's input cannot be used: a path, a configuration key, a value."""
 
     exit_code = 2
+
+
+def one_line(error: BaseException) -> str:
+    """What an exception says, without line breaks; its type's name if it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import UsageError
+from forerun.errors import UsageError, one_line
 
 # A 61-layer mixture of experts has an index of 9 MB; safetensors itself refuses headers above 100 MB.
 MAX_JSON_BYTES = 100_000_000
@@ -103,7 +103,7 @@ def _nests_at_most(value: Any, depth: int) -> bool:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__
-    return shown(" ".join(str(error).split()))
+    return shown(one_line(error))
 
 
 def why_not_safetensors(file: Path, error: Exception) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from forerun.errors import UsageError
+from forerun.errors import UsageError, one_line
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # A checkpoint without the other formats that its repository may hold.
@@ -29,8 +29,7 @@ def local_directory(path_or_hub_id: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(path_or_hub_id), allow_patterns=_WANTED))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(
-            f"{path_or_hub_id} is no directory here, and cannot be had from the hub ({reason:.150}): "
+            f"{path_or_hub_id} is no directory here, and cannot be had from the hub ({one_line(error):.150}): "
             "give an existing path, or a hub repository that you have access to"
         ) from error

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from forerun.data.prompts import Prompt, split_prompts
-from forerun.errors import ForerunError, UsageError
+from forerun.errors import ForerunError, UsageError, one_line
 
 Split = Literal["train", "held_out"]
 SOURCES = ("gsm8k", "gsm_symbolic", "arithmetic", "champ", "chat")
@@ -87,8 +87,9 @@ def reasoning_gym_prompts(
             # Item i of these data sets depends on seed + i alone: one large set, not one per split.
             datasets.append((task, reasoning_gym.create_dataset(task, seed=seed, size=100 * wanted + 100, **settings)))
         except Exception as error:
-            reason = " ".join(str(error).split())
-            raise UsageError(f"reasoning-gym task {task!r} cannot be made: {type(error).__name__}: {reason}") from None
+            raise UsageError(
+                f"reasoning-gym task {task!r} cannot be made: {type(error).__name__}: {one_line(error)}"
+            ) from None
     found: dict[str, Prompt] = {}
     for index in range(20 * wanted + 20):
         if len(found) == wanted:

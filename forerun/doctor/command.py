@@ -10,7 +10,7 @@ from forerun.checkpoint.findings import Inspection
 from forerun.checkpoint.inspect import examine
 from forerun.checkpoint.values import look_at_values
 from forerun.doctor.printing import print_inspection
-from forerun.errors import ForerunError, UsageError
+from forerun.errors import ForerunError, UsageError, one_line
 
 
 def inspect(
@@ -37,7 +37,7 @@ def inspect(
         inspection = _look(path, values or deep, deep, text)
     except ForerunError as error:
         if as_json:
-            _print_json({"path": str(path), "readable": False, "error": " ".join(str(error).split())})
+            _print_json({"path": str(path), "readable": False, "error": one_line(error)})
         raise
     if as_json:
         _print_json(inspection.as_dict())

@@ -31,7 +31,7 @@ from forerun.doctor.forward import (
     swapped_halves,
     trunk_rows,
 )
-from forerun.errors import ForerunError, UsageError
+from forerun.errors import ForerunError, UsageError, one_line
 from forerun.models.carrier import MTPCarrier
 from forerun.models.loading import load
 
@@ -75,10 +75,9 @@ def load_rows(path: Path, texts: Sequence[str]) -> list[Tensor]:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         encoded = [tokenizer(text)["input_ids"] for text in texts]
     except Exception as error:  # tokenizers raises bare Exceptions
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(
             f"--deep needs the model's tokenizer and {path} has none that can be used: copy the tokenizer files there "
-            f"({reason:.120})"
+            f"({one_line(error):.120})"
         ) from None
     rows = [
         torch.tensor(ids[start : start + ROW_LENGTH]) for ids in encoded for start in range(0, len(ids), ROW_LENGTH)

@@ -16,7 +16,7 @@ from transformers import logging as transformers_logging
 
 from forerun.checkpoint.hub import local_directory
 from forerun.checkpoint.reader import CheckpointReader
-from forerun.errors import ForerunError, UsageError
+from forerun.errors import ForerunError, UsageError, one_line
 from forerun.families import FamilyRecord, declared_depth, family_of, present_depth
 from forerun.models.attach import attach
 from forerun.models.carrier import MTPCarrier, mtp_weight_names, set_depth
@@ -70,9 +70,9 @@ def load(
             f"{path} declares {family.depth_key}={declared} but holds {depth} MTP layers: "
             "correct config.json, restore the missing tensors, or load it with mtp.enable=false"
         )
-    if mtp is not None and mtp.enable and depth == 0:
+    if mtp is not None and depth == 0:
         raise UsageError(f"{path} carries no MTP block: attach one with forerun.attach(model, mtp)")
-    if mtp is not None and mtp.enable and mtp.repeat_layer and depth > 1:
+    if mtp is not None and mtp.repeat_layer and depth > 1:
         raise UsageError(f"mtp.repeat_layer=true repeats one layer, and {path} holds {depth}: set it to false")
     model = _load_trunk(reader, family, depth, dtype, trust_remote_code)
     if depth == 0:
@@ -109,8 +109,9 @@ def _load_trunk(
             raise UsageError(
                 f"{path} brings Python files of its own: read them, and set trust_remote_code=true to run them"
             ) from error
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UsageError(f"transformers cannot load {path}: check config.json and weights ({reason:.200})") from error
+        raise UsageError(
+            f"transformers cannot load {path}: check config.json and weights ({one_line(error):.200})"
+        ) from error
     finally:
         transformers_logging.set_verbosity(verbosity)
     model, found = loaded

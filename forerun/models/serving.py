@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.checkpoint.shards import SHARD_BYTES, new_directory, write_checkpoint
-from forerun.errors import UsageError
+from forerun.errors import UsageError, one_line
 from forerun.families import FamilyRecord, family_of, present_depth
 from forerun.families.serving import TARGETS, Target
 
@@ -119,7 +119,7 @@ def _source_config(reader: CheckpointReader) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(reader.path)
     except Exception as error:  # a wrong value in config.json ends in whatever transformers makes of it
-        raise _Unfit(f"transformers cannot read its config.json ({' '.join(str(error).split()):.200})") from error
+        raise _Unfit(f"transformers cannot read its config.json ({one_line(error):.200})") from error
 
 
 def _target_config(source: PreTrainedConfig, rope: dict[str, Any], target: Target, depth: int) -> dict[str, Any]:

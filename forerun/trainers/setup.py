@@ -26,7 +26,7 @@ from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import TrainingEngine
 from forerun.engines.state import latest_checkpoint, prune_checkpoints
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
-from forerun.errors import ForerunError, UsageError
+from forerun.errors import ForerunError, UsageError, one_line
 from forerun.families import declared_depth, family_of, present_depth
 from forerun.models.attach import Init, attach
 from forerun.models.loading import load
@@ -63,9 +63,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # tokenizers raises bare Exceptions
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(
-            f"{config.path} has no usable tokenizer ({reason:.200}): copy the tokenizer files there"
+            f"{config.path} has no usable tokenizer ({one_line(error):.200}): copy the tokenizer files there"
         ) from error
 
 
