@@ -18,7 +18,6 @@ from forerun.errors import UsageError
 from forerun.families.record import FamilyRecord
 
 How = Literal["same", "rows", "qkv", "halves"]
-Spec = Literal["local", "transformer_engine"]
 
 # Tells Megatron's names from others.
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -34,11 +33,6 @@ _LAYER: tuple[tuple[str, tuple[str, ...], How], ...] = (
     ("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "rows"),
     ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), "same"),
 )
-# With Transformer Engine a norm lies in the linear layer that follows it.
-_TRANSFORMER_ENGINE = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
 
 
 @dataclass(frozen=True)
@@ -57,13 +51,12 @@ class Entry:
     how: How = "same"
 
 
-def entries(family: FamilyRecord, layers: int, depth: int, spec: Spec = "local") -> Iterator[Entry]:
+def entries(family: FamilyRecord, layers: int, depth: int) -> Iterator[Entry]:
     """The whole table for a trunk of `layers` layers and `depth` MTP layers; tensors that a model may lack included."""
 
     def layer(theirs: str, ours: Callable[[str], str]) -> Iterator[Entry]:
         for name, parts, how in _LAYER:
-            renamed = _TRANSFORMER_ENGINE.get(name, name) if spec == "transformer_engine" else name
-            yield Entry(theirs + renamed, tuple(map(ours, parts)), how)
+            yield Entry(theirs + name, tuple(map(ours, parts)), how)
 
     yield Entry(EMBEDDING, ("model.embed_tokens.weight",))
     for n in range(layers):
