@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from forerun.checkpoint.files import shown
 from forerun.checkpoint.findings import Inspection
-from forerun.checkpoint.reader import INDEX, SINGLE, SUFFIX, CheckpointReader, TensorHeader
+from forerun.checkpoint.reader import INDEX, SINGLE, SUFFIX, WEIGHTS, CheckpointReader, TensorHeader
 from forerun.errors import UsageError
 
-_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _RESAVE = "load the checkpoint and save it again, or download the index and the shards of one and the same revision"
 
 # Bits of an element, by safetensors' dtype name.
@@ -127,7 +126,7 @@ def _look_at_unlisted_files(reader: CheckpointReader, inspection: Inspection, lo
                 f"add its tensors to {INDEX}; or {_RESAVE}",
                 names,
             )
-        elif _SHARD.fullmatch(file):
+        elif WEIGHTS.fullmatch(file):
             inspection.report(
                 "file_not_in_index",
                 f"{shown(file)} is named like a shard, and {INDEX} does not name it: it is left over or was forgotten",

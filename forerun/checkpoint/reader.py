@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SUFFIX = ".safetensors"
+# How transformers names files of weights, one or several.
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
-_OTHER_FORMATS = {
-    ".bin": "pickles, which can run code when they are opened: convert them to safetensors where you trust them",
-    ".pt": "pickles, which can run code when they are opened: convert them to safetensors where you trust them",
-    ".pth": "pickles, which can run code when they are opened: convert them to safetensors where you trust them",
+_PICKLES = "pickles, which can run code when they are opened: convert them to safetensors where you trust them"
+_OTHER_FORMATS = dict.fromkeys((".bin", ".pt", ".pth"), _PICKLES) | {
     ".gguf": "GGUF, which llama.cpp reads: give the safetensors checkpoint that it was made from",
 }
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from forerun.checkpoint.contents import listed
 from forerun.checkpoint.files import shown
 from forerun.checkpoint.inspect import Examined
+from forerun.checkpoint.trunk import FLOATS
 
-_READABLE = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+_READABLE = FLOATS | {"F8_E4M3", "F8_E5M2"}
 _ELEMENTS_AT_ONCE = 1 << 22
 
 _EXPORT_AGAIN = "export the head again from the trained model, or train it (forerun sft)"

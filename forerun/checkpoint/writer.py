@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,11 +15,10 @@ from typing import Any
 from safetensors import SafetensorError
 
 from forerun.checkpoint.files import locate, read_json_object
-from forerun.checkpoint.reader import CONFIG, INDEX
+from forerun.checkpoint.reader import CONFIG, INDEX, WEIGHTS
 from forerun.errors import ForerunError
 from forerun.families import FamilyRecord
 
-_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 # What belongs to a checkpoint and not to its model.
 _CARRIED = (
     "tokenizer*",
@@ -73,9 +71,9 @@ def replace_files(scratch: Path, target: str | Path) -> None:
     for file in written:
         os.replace(file, target / file.name)
     names = {file.name for file in written}
-    if any(_WEIGHTS.fullmatch(name) for name in names):
+    if any(WEIGHTS.fullmatch(name) for name in names):
         for file in target.iterdir():
-            if file.name not in names and (file.name == INDEX or _WEIGHTS.fullmatch(file.name)):
+            if file.name not in names and (file.name == INDEX or WEIGHTS.fullmatch(file.name)):
                 file.unlink()
 
 
