@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from functools import partial
 
 from forerun.checkpoint.trunk import Layer, TrunkHeaders
 from forerun.families import FamilyRecord, LayerSource
@@ -104,15 +105,14 @@ def _any_of(templates: Iterable[str]) -> re.Pattern[str]:
 
 def _sibling(trunk: TrunkHeaders, source: LayerSource) -> Layer:
     """The trunk's last layer of the kind that the block's layer is copied from; {} without one."""
-
-    def holds(layer: Layer, path: str) -> bool:
-        return any(name == path or name.startswith(f"{path}.") for name in layer)
-
-    for index in sorted(trunk.layers, reverse=True):
-        layer = trunk.layers[index]
-        if all(holds(layer, path) for path in source.has) and not any(holds(layer, path) for path in source.lacks):
+    for _, layer in sorted(trunk.layers.items(), reverse=True):
+        if source.fits(partial(_has, layer)):
             return layer
     return {}
+
+
+def _has(layer: Layer, path: str) -> bool:
+    return any(name == path or name.startswith(f"{path}.") for name in layer)
 
 
 def _place(source: LayerSource, name: str) -> str | None:

@@ -6,6 +6,7 @@ which order the projection takes them, and which of the trunk's layers the block
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,6 +33,10 @@ class LayerSource:
     lacks: tuple[str, ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
 
+    def fits(self, holds: Callable[[str], bool]) -> bool:
+        """Whether a layer is of this kind; `holds` says whether it has a submodule."""
+        return all(map(holds, self.has)) and not any(map(holds, self.lacks))
+
 
 @dataclass(frozen=True)
 class Duplicate:
@@ -41,7 +46,7 @@ class Duplicate:
         of: which of the two it copies, "embedding" or "head".
         name: its name in the checkpoint, with the placeholders of `FamilyRecord.tensor_names`.
         written: whether a newly attached block writes it. A loaded one writes it if its file had it.
-        optional: whether published files of the family lack it.
+        optional: whether some published files of the family lack it.
     """
 
     of: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,7 +56,7 @@ def make_decoder(layers: nn.ModuleList, config: PreTrainedConfig, family: Family
 
 def _find(layers: nn.ModuleList, source: LayerSource, family: FamilyRecord) -> nn.Module:
     for layer in reversed(layers):
-        if all(_has(layer, path) for path in source.has) and not any(_has(layer, path) for path in source.lacks):
+        if source.fits(partial(_has, layer)):
             return layer
     wanted = " and ".join([f"with {path}" for path in source.has] + [f"without {path}" for path in source.lacks])
     raise UsageError(
