@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import ForerunError
+from forerun.models.carrier import check_names
 
 Named = tuple[str, Tensor]
 
@@ -56,18 +57,10 @@ def check_complete(own: Mapping[str, Tensor], given: Sequence[Named], drafter_na
             f"weight update: {len(missing)} of the drafter's {len(drafter_names)} weights are missing, first "
             f"{missing[0]}; nothing was changed: send the MTP block's weights with the trunk's"
         )
-    missing = [name for name in own if name not in sent]
-    if missing:
-        raise ForerunError(
-            f"weight update: {len(missing)} of {len(own)} weights are missing, first {missing[0]}; nothing was changed"
-        )
+    try:
+        check_names(own, dict(given))
+    except ForerunError as error:
+        raise ForerunError(f"weight update: {error}; nothing was changed") from None
     for name, tensor in given:
-        if name not in own:
-            raise ForerunError(f"weight update: the engine has no weight {name}; nothing was changed")
-        if tensor.shape != own[name].shape:
-            raise ForerunError(
-                f"weight update: {name} has shape {tuple(tensor.shape)}, the engine's is {tuple(own[name].shape)}; "
-                "nothing was changed"
-            )
         if not tensor.is_floating_point():
             raise ForerunError(f"weight update: {name} is {tensor.dtype}, not a floating dtype; nothing was changed")

@@ -93,7 +93,7 @@ def broken(model: MTPCarrier, fault: str) -> tuple[list[tuple[str, torch.Tensor]
         case "one trunk tensor missing":
             return [(n, w) for n, w in named if n != "model.layers.1.mlp.up_proj.weight"], r"layers\.1\.mlp\.up_proj"
         case "unknown":
-            return [*named, ("model.layers.9.x", torch.zeros(2))], r"no weight model\.layers\.9\.x"
+            return [*named, ("model.layers.9.x", torch.zeros(2))], r"no place in the model, first model\.layers\.9\.x"
         case "shape":
             return [*named[:-1], (named[-1][0], named[-1][1][:1])], "has shape"
         case "twice":
