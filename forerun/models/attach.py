@@ -52,7 +52,7 @@ def attach(
 
     Raises:
         UsageError: the model carries MTP already, or has no decoder layers that can be copied; or a family whose
-            checkpoints hold one layer was asked for several; or fit_to with init="plain".
+            checkpoints hold one layer was asked for several; or fit_to without init="carry".
     """
     mtp = mtp or MTPConfig(enable=True)
     if fit_to and init != "carry":
