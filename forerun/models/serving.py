@@ -88,8 +88,9 @@ def export(
         rope = _rope_parameters(own, target)
         _check_formula(reader, target)
         config = _target_config(own, rope, target, depth)
-        biases = _missing_biases(_expected(target, config, depth), _stored(reader, config))
-        tensors = _tensors(reader, config, biases)
+        carried = _carried(reader, config)
+        biases = _missing_biases(_expected(target, config, depth), carried)
+        tensors = _tensors(reader, carried, biases)
         if fold_norm:
             tensors = _folded(tensors, reader, target, config, depth)
     except _Unfit as error:
@@ -182,8 +183,8 @@ def _rope_parameters(source: PreTrainedConfig, target: Target) -> dict[str, Any]
     return {"rope_type": kind} | given
 
 
-def _stored(reader: CheckpointReader, config: dict[str, Any]) -> set[str]:
-    """The names to carry over."""
+def _carried(reader: CheckpointReader, config: dict[str, Any]) -> set[str]:
+    """The names to carry over; not those of a head that tied embeddings make unused."""
     tied = {_HEAD} if config["tie_word_embeddings"] else set()
     return {name for name in reader.tensor_names if not name.endswith(_UNREAD)} - tied
 
@@ -210,12 +211,12 @@ def _check_formula(reader: CheckpointReader, target: Target) -> None:
         raise _Unfit(f"its trunk is of model_type {model_type}, that layout computes what {_listed(target.trunks)} do")
 
 
-def _missing_biases(expected: set[str], stored: set[str]) -> set[str]:
+def _missing_biases(expected: set[str], carried: set[str]) -> set[str]:
     """The biases that the target has and the source has not; nothing else may be missing or left over."""
-    if foreign := sorted(stored - expected):
+    if foreign := sorted(carried - expected):
         raise _Unfit(f"it holds {len(foreign)} tensors that the layout has no place for, first {foreign[0]}")
-    biases = {name for name in expected - stored if name.endswith(".bias")}
-    if missing := sorted(expected - stored - biases):
+    biases = {name for name in expected - carried if name.endswith(".bias")}
+    if missing := sorted(expected - carried - biases):
         raise _Unfit(f"it lacks {len(missing)} tensors, first {missing[0]}: restore them")
     return biases
 
@@ -224,10 +225,9 @@ def _listed(names: tuple[str, ...]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
 
-def _tensors(reader: CheckpointReader, config: dict[str, Any], biases: set[str]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(reader: CheckpointReader, names: set[str], biases: set[str]) -> Iterator[tuple[str, Tensor]]:
     """The source's tensors in the order of its files; beside a weight that lacks its bias, that bias in zeros."""
-    stored = _stored(reader, config)
-    for name in sorted(stored, key=lambda name: (reader.file_of(name), name)):
+    for name in sorted(names, key=lambda name: (reader.file_of(name), name)):
         tensor = reader.tensor(name)
         yield name, tensor
         bias = f"{name.removesuffix('.weight')}.bias"

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
@@ -135,6 +135,19 @@ def test_with_the_norm_folded_either_hidden_gives_the_same_drafts(tmp_path: Path
     plain = forerun.load(tmp_path / "plain", dtype=torch.float32).eval()
     plain.mtp.num_depths = 2
     assert (outputs(plain)[2] - ours[2]).abs().max() > 1e-2
+
+
+def test_a_head_that_a_tied_model_does_not_use_is_left_behind(tmp_path: Path) -> None:
+    source(tmp_path / "source", tie_word_embeddings=True)
+    tensors = stored(tmp_path / "source")
+    stale = torch.ones_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors | {"lm_head.weight": stale}, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    export(tmp_path / "source", tmp_path / "plain")
+    assert "lm_head.weight" not in stored(tmp_path / "plain")
+    export(tmp_path / "source", tmp_path / "folded", fold_norm=True, shard_bytes=8_000)
+    files = [load_file(file) for file in (tmp_path / "folded").glob("*.safetensors")]
+    (head,) = [held["lm_head.weight"] for held in files if "lm_head.weight" in held]
+    torch.testing.assert_close(head, tensors["model.embed_tokens.weight"] * tensors["model.norm.weight"])
 
 
 def test_the_layout_is_what_a_mimo_carrier_has(tmp_path: Path) -> None:
