@@ -14,9 +14,9 @@ from forerun.errors import UsageError
 _RESAVE = "load the checkpoint and save it again, or download the index and the shards of one and the same revision"
 
 # Bits of an element, by safetensors' dtype name.
-BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8}
-BITS |= {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32}
-BITS |= {"F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64}
+_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8}
+_BITS |= {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32}
+_BITS |= {"F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64}
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _bytes(header: TensorHeader) -> int:
     elements = 1
     for size in header.shape:
         elements *= size
-    return (elements * BITS.get(header.dtype, 0) + 7) // 8
+    return (elements * _BITS.get(header.dtype, 0) + 7) // 8
 
 
 def _look_at_unlisted_files(reader: CheckpointReader, inspection: Inspection, looks_like_mtp: re.Pattern[str]) -> None:

@@ -36,7 +36,7 @@ from forerun.models.carrier import MTPCarrier
 from forerun.models.loading import load
 
 # Every figure counts the same positions: those whose right target and both neighbours lie inside the row.
-TARGETS = (0, -1, 1)
+SHIFTS = (0, -1, 1)
 
 ROW_LENGTH = 512
 MAX_TOKENS = 8192
@@ -125,12 +125,13 @@ def judge(model: MTPCarrier, rows: Sequence[Row], inspection: Inspection) -> dic
     head: Any = model.get_output_embeddings()
     uniform = math.log(head.weight.shape[0])
     guess = constant_guess(rows)
-    caused, choices = _first_depth_choices(model, rows, inspection)
+    recurrence = model.mtp.recurrence
+    scores = [score(model, rows, depth, recurrence, SHIFTS) for depth in range(1, model.mtp.num_depths + 1)]
+    caused, choices = _first_depth_choices(model, rows, scores[0][0], inspection)
     depths = []
-    for depth in range(1, model.mtp.num_depths + 1):
-        own, before, after = score(model, rows, depth, model.mtp.recurrence, TARGETS)
+    for depth, (own, before, after) in enumerate(scores, start=1):
         with shuffled(model):
-            broken = score(model, rows, depth, model.mtp.recurrence, TARGETS)[0]
+            broken = score(model, rows, depth, recurrence, SHIFTS)[0]
         depths.append(
             {
                 "depth": depth,
@@ -157,17 +158,19 @@ def judge(model: MTPCarrier, rows: Sequence[Row], inspection: Inspection) -> dic
 
 
 def _first_depth_choices(
-    model: MTPCarrier, rows: Sequence[Row], inspection: Inspection
+    model: MTPCarrier, rows: Sequence[Row], own: Scores, inspection: Inspection
 ) -> tuple[bool, dict[str, dict[str, Any]]]:
-    """Depth 1 with the halves in either order and with either of the trunk's hiddens; whether another one was right."""
+    """Depth 1 with the halves in the other order and with the trunk's other hidden; whether one of them was right.
+
+    `own` is depth 1 as the record has it.
+    """
     family = model.mtp_family
-    own = score(model, rows, 1, model.mtp.recurrence, TARGETS)[0]
     with swapped_halves(model):
-        swapped = score(model, rows, 1, model.mtp.recurrence, TARGETS)[0]
+        swapped = score(model, rows, 1, model.mtp.recurrence, SHIFTS)[0]
     other_hidden: Scores | None
     try:
         with other_trunk_hidden(model):
-            other_hidden = score(model, rows, 1, model.mtp.recurrence, TARGETS)[0]
+            other_hidden = score(model, rows, 1, model.mtp.recurrence, SHIFTS)[0]
     except UsageError:  # no norm, or none that can be undone
         other_hidden = None
     caused = False
@@ -247,7 +250,7 @@ def _recurrence(model: MTPCarrier, rows: Sequence[Row], inspection: Inspection) 
     ways: list[Chaining] = ["post_norm", "pre_norm"]
     if len(model.mtp.layers) > 1:  # a repeated layer is trained on the trunk's hidden by its first depth
         ways.append("trunk")
-    found = {way: score(model, rows, 2, way, TARGETS)[0] for way in ways}
+    found = {way: score(model, rows, 2, way, SHIFTS)[0] for way in ways}
     for way in ways:
         if way == own or not clearly_better(found[way], found[own]):
             continue
