@@ -205,7 +205,8 @@ def _rename_on_load(model: MTPCarrier, state_dict: dict[str, Tensor], prefix: st
     """A trainer resumes from the file it saved with `load_state_dict(strict=False)`: the family's names must arrive."""
     own = model.state_dict()
     given = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
-    for name, stored_name in mtp_weight_names(model).items():
+    names = mtp_weight_names(model)
+    for name, stored_name in names.items():
         if prefix + stored_name in state_dict:
             state_dict[prefix + name] = given[stored_name]
             continue
@@ -216,7 +217,7 @@ def _rename_on_load(model: MTPCarrier, state_dict: dict[str, Tensor], prefix: st
             for part in (part for parts in pieces for part in parts):
                 del state_dict[prefix + part]
     copies = [name for name, _ in model.mtp_layout.duplicates]
-    for stored_name in {*mtp_weight_names(model).values(), *copies}:
+    for stored_name in {*names.values(), *copies}:
         state_dict.pop(prefix + stored_name, None)
 
 
