@@ -39,7 +39,7 @@ def write_checkpoint(
     code: Sequence[Path] = (),
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a checkpoint made from another one. The directory appears whole or not at all.
+    """Write a checkpoint made from another one. A new directory appears whole or not at all.
 
     Args:
         out: see `new_directory`.
@@ -54,8 +54,6 @@ def write_checkpoint(
         for file in code:
             shutil.copy(file, scratch)
         carry_over(source, scratch, out)
-        if out.exists():
-            os.rmdir(out)
         replace_files(scratch, out)
 
 

@@ -41,9 +41,10 @@ def scratch_directory(target: str | Path) -> Iterator[Path]:
     Raises:
         ForerunError: safetensors cannot write, for instance because the disk is full (its error is no OSError).
     """
-    target = Path(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    target = Path(os.path.realpath(target))  # a link may lead to another file system
+    home = target if os.path.ismount(target) else target.parent
+    home.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=home))
     os.chmod(scratch, 0o755)
     try:
         yield scratch
@@ -62,11 +63,10 @@ def replace_files(scratch: Path, target: str | Path) -> None:
     before the index and configuration that name them. Of the files that `scratch` does not have, weights of an earlier
     save in another number of shards go, and everything else stays.
     """
-    target = Path(target)
+    target = Path(os.path.realpath(target))
     if not target.exists():
         os.rename(scratch, target)
         return
-    target.mkdir(parents=True, exist_ok=True)
     written = sorted(scratch.iterdir(), key=lambda f: (f.suffix == ".json", f.name))
     for file in written:
         os.replace(file, target / file.name)

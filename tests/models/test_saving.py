@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import resource
 import shutil
 import signal
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from forerun import MTPConfig, attach, load
 from forerun.checkpoint.reader import INDEX
+from forerun.checkpoint.writer import scratch_directory
 from forerun.config import ModelConfig
 from forerun.errors import ForerunError, UsageError
 from forerun.families import ATTACHED, MIMO
@@ -200,6 +202,31 @@ def test_other_files_of_the_directory_stay(tmp_path: Path) -> None:
     (tmp_path / "out" / "trainer_state.json").write_text("{}")
     attach(tiny_model(), MTPConfig(enable=True)).save_pretrained(tmp_path / "out")
     assert (tmp_path / "out" / "trainer_state.json").exists() and (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_save_writes_where_a_link_leads(tmp_path: Path) -> None:
+    """Renames work within one file system alone, and a link may lead to another."""
+    (tmp_path / "disk" / "out").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "out")
+    (tmp_path / "dangling").symlink_to(tmp_path / "disk" / "new")
+    with scratch_directory(tmp_path / "link") as scratch:
+        assert scratch.parent == tmp_path / "disk"
+    model = attach(tiny_model(dtype=torch.float32))
+    for link, real in (("link", "out"), ("dangling", "new")):
+        model.save_pretrained(tmp_path / link)
+        assert (tmp_path / link).is_symlink()
+        assert isinstance(load(tmp_path / "disk" / real), MTPCarrier)
+    assert sorted(file.name for file in tmp_path.rglob("*.partial")) == []
+
+
+def test_a_save_into_a_mounted_directory_stays_on_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == out)
+    with scratch_directory(out) as scratch:
+        assert scratch.parent == out
+    attach(tiny_model(dtype=torch.float32)).save_pretrained(out)
+    assert sorted(file.name for file in out.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
 
 
 @pytest.mark.parametrize("sharded_first", [True, False])

@@ -169,6 +169,19 @@ def test_transformers_reads_the_configuration_with_its_code(tmp_path: Path) -> N
     assert isinstance(config, transformers.Qwen2Config)
 
 
+def test_an_empty_directory_and_a_link_to_one_are_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source(tmp_path / "source")
+    for name in ("out", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    export(tmp_path / "source", tmp_path / "link")
+    monkeypatch.chdir(tmp_path / "here")
+    export("../source", ".")
+    for name in ("out", "here"):
+        assert isinstance(forerun.load(tmp_path / name), MTPCarrier)
+    assert (tmp_path / "link").is_symlink() and Path("config.json").exists()
+
+
 def test_what_belongs_to_a_checkpoint_goes_along(tmp_path: Path) -> None:
     source(tmp_path / "source")
     carried = {
