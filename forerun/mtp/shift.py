@@ -39,7 +39,7 @@ def document_ids(position_ids: Tensor | None = None, attention_mask: Tensor | No
     if like is None:
         raise ValueError("document_ids needs position_ids or attention_mask")
     starts = torch.zeros_like(like, dtype=torch.bool)
-    starts[:, 0] = True
+    starts[:, :1] = True
     if position_ids is not None:
         starts[:, 1:] |= position_ids[:, 1:] != position_ids[:, :-1] + 1
     if attention_mask is not None:

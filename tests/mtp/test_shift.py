@@ -118,3 +118,9 @@ def test_position_ids_go_with_the_token_read() -> None:
 def test_a_row_shorter_than_the_depth_has_no_valid_position() -> None:
     ids = torch.arange(2).unsqueeze(0)
     assert not depth_targets(ids, torch.zeros_like(ids), torch.ones_like(ids).bool(), 9).valid.any()
+
+
+def test_rows_without_tokens_have_no_documents() -> None:
+    empty = torch.zeros(2, 0, dtype=torch.long)
+    assert document_ids(empty, empty).shape == (2, 0)
+    assert document_ids(torch.zeros(0, 3, dtype=torch.long)).shape == (0, 3)
