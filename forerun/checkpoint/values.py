@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.checkpoint.contents import listed
+from forerun.checkpoint.contents import Stored, listed
 from forerun.checkpoint.files import shown
 from forerun.checkpoint.inspect import Examined
+from forerun.checkpoint.tied import MEND
 from forerun.checkpoint.trunk import FLOATS
 
 _READABLE = FLOATS | {"F8_E4M3", "F8_E5M2"}
@@ -93,6 +94,7 @@ def look_at_values(found: Examined) -> None:
     for k, tensors in sorted(by_depth.items()):
         _look_for_first_values(found, k, tensors)
     _compare_copies(found)
+    _compare_tied_head(found)
 
 
 def _must_not_be_zero(found: Examined, name: str, seen: Statistics) -> bool:
@@ -159,7 +161,9 @@ def _compare_copies(found: Examined) -> None:
     for name, copy_of in found.copies.items():
         original = found.trunk.embedding if copy_of == "embedding" else found.trunk.head or found.trunk.embedding
         row = found.inspection.tensors[name]
-        if original is None or row.shape != found.trunk_tensors[original].header.shape or _equal(found, name, original):
+        if original is None or row.shape != found.trunk_tensors[original].header.shape:
+            continue
+        if _equal(found, found.stored[name], found.trunk_tensors[original]):
             continue
         row.mark("differs")
         found.inspection.report(
@@ -170,8 +174,25 @@ def _compare_copies(found: Examined) -> None:
         )
 
 
-def _equal(found: Examined, name: str, original: str) -> bool:
-    copy, trunk = found.stored[name], found.trunk_tensors[original]
+def _compare_tied_head(found: Examined) -> None:
+    """Where config.json ties the LM head to the embedding, a head in the files must be the embedding."""
+    config, trunk = found.reader.config, found.trunk
+    tied = any(section.get("tie_word_embeddings") is True for section in (config, trunk.config))
+    if not tied or trunk.head is None or trunk.embedding is None:
+        return
+    head, embedding = found.trunk_tensors[trunk.head], found.trunk_tensors[trunk.embedding]
+    if head.header.shape == embedding.header.shape and _equal(found, head, embedding):
+        return
+    found.inspection.report(
+        "tied_head_differs",
+        f"config.json ties the LM head to the embedding, and {shown(trunk.head)} is another than "
+        f"{shown(trunk.embedding)}: transformers uses the head in the files, engines the embedding",
+        MEND,
+        [trunk.head],
+    )
+
+
+def _equal(found: Examined, copy: Stored, trunk: Stored) -> bool:
     if not {copy.header.dtype, trunk.header.dtype} <= _READABLE:
         return True  # quantised: not to be compared by values
     ours, theirs = (found.reader.tensor(s.name, s.files[0]) for s in (copy, trunk))

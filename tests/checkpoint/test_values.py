@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forerun import MTPConfig, attach
 from forerun.checkpoint.values import statistics
-from tests.checkpoint.checkpoints import PROJ, edit, look, make, only_problem
+from tests.checkpoint.checkpoints import PROJ, edit, edit_config, look, make, only_problem
 from tests.models.tiny import tiny_model
 
 
@@ -83,3 +83,14 @@ def test_untouched_start_of_attach(tmp_path: Path) -> None:
     problems = look(tmp_path / "out").problems
     assert [p.kind for p in problems] == ["all_zero", "untouched"]  # its decoder layer starts silent
     assert problems[1].tensors == (PROJ,) and "as forerun.attach starts it" in problems[1].message
+
+
+@pytest.mark.parametrize("difference", [0.0, 1.0])
+def test_a_tied_model_with_another_head_in_its_files(path: Path, difference: float) -> None:
+    embedding = "model.embed_tokens.weight"
+    edit(path, lambda tensors: tensors | {"lm_head.weight": tensors[embedding] + difference})
+    if difference:
+        problem = only_problem(path)
+        assert (problem.kind, problem.tensors) == ("tied_head_differs", ("lm_head.weight",))
+    edit_config(path, tie_word_embeddings=not difference)
+    assert look(path).healthy
