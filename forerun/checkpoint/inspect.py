@@ -17,11 +17,8 @@ from forerun.checkpoint.naming import LOOKS_LIKE_MTP, find_nested, report_strang
 from forerun.checkpoint.quantised import compare_quantisation
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.checkpoint.trunk import TrunkHeaders, find_trunk
-from forerun.errors import UsageError
-from forerun.families import FamilyRecord, declared_depth, family_of, trunk_layers
-
-# More MTP layers than this are no number that a file means.
-MAX_DEPTH = 64
+from forerun.families import MAX_DEPTH, FamilyRecord, declared_depth, family_of, trunk_layers
+from forerun.families.megatron import refuse_megatron_names
 
 
 @dataclass
@@ -56,10 +53,9 @@ def examine(path: str | Path) -> Examined:
         UsageError: it cannot be read: no checkpoint, or one of a family that is not supported.
     """
     reader = CheckpointReader(path)
+    refuse_megatron_names(reader.path, reader.tensor_names)
     family = family_of(reader.config)
     declared = declared_depth(family, reader.config)
-    if declared is not None and declared > MAX_DEPTH:
-        raise UsageError(f"config.json has {family.depth_key}={declared}: give the number of MTP layers in the files")
     inspection = Inspection(str(path), family.name, reader.config.get("model_type"), declared or 0, 0)
     held = gather(reader, inspection, LOOKS_LIKE_MTP)
     stored = unwrapped(held, inspection)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
 
 from forerun.checkpoint.reader import CONFIG, CheckpointReader
 from forerun.checkpoint.shards import SHARD_BYTES, new_directory, write_checkpoint
-from forerun.errors import UsageError
+from forerun.checkpoint.tied import refuse_second_head
+from forerun.errors import UsageError, one_line
 from forerun.families import declared_depth, family_of, text_section, trunk_layers
 from forerun.families.megatron import EMBEDDING, Entry, entries, join, needed, split
 
@@ -28,6 +30,7 @@ def to_megatron(source: str | Path, out: str | Path, shard_bytes: int = SHARD_BY
     """
     out = new_directory(out)
     reader = _open(source, megatron=False)
+    refuse_second_head(reader)
     table, _, groups = _table(reader)
     names = reader.tensor_names
     if reader.config.get("tie_word_embeddings"):
@@ -43,7 +46,10 @@ def to_megatron(source: str | Path, out: str | Path, shard_bytes: int = SHARD_BY
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for entry in found:
-            yield entry.megatron, join(entry, [reader.tensor(name) for name in entry.hugging_face], groups)
+            parts = [reader.tensor(name) for name in entry.hugging_face]
+            with _fitting(reader, entry.hugging_face[0]):
+                joined = join(entry, parts, groups)
+            yield entry.megatron, joined
 
     write_checkpoint(out, tensors(), reader.config, reader.path, shard_bytes=shard_bytes)
 
@@ -61,7 +67,10 @@ def from_megatron(source: str | Path, out: str | Path, shard_bytes: int = SHARD_
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for entry in found:
-            yield from zip(entry.hugging_face, split(entry, reader.tensor(entry.megatron), heads, groups), strict=True)
+            tensor = reader.tensor(entry.megatron)
+            with _fitting(reader, entry.megatron):
+                parts = split(entry, tensor, heads, groups)
+            yield from zip(entry.hugging_face, parts, strict=True)
 
     write_checkpoint(out, tensors(), reader.config, reader.path, shard_bytes=shard_bytes)
 
@@ -80,11 +89,25 @@ def _table(reader: CheckpointReader) -> tuple[list[Entry], int, int]:
     groups = _positive(reader, "num_key_value_heads", heads)
     family = family_of(reader.config)
     depth = declared_depth(family, reader.config) or 0
-    return list(entries(family, trunk_layers(reader.config), depth)), heads, groups
+    try:
+        return list(entries(family, trunk_layers(reader.config), depth)), heads, groups
+    except KeyError as error:
+        raise UsageError(f"{reader.path} has no Megatron names: {error.args[0]} of a dense Llama-like layer") from None
+
+
+@contextmanager
+def _fitting(reader: CheckpointReader, name: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:  # torch's, of shapes that do not divide
+        raise UsageError(
+            f"{name} of {reader.path} has not the shape that the heads in config.json imply: restore the file that "
+            f"belongs to these weights ({one_line(error):.100})"
+        ) from error
 
 
 def _positive(reader: CheckpointReader, name: str, default: int | None) -> int:
     value = text_section(reader.config).get(name, default)
-    if not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
         raise UsageError(f"{reader.path / CONFIG} has {name}={value!r}: give the model's")
     return value

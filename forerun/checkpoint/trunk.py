@@ -12,10 +12,8 @@ from forerun.checkpoint.files import shown
 from forerun.checkpoint.findings import Inspection
 from forerun.checkpoint.reader import TensorHeader
 from forerun.errors import UsageError
-from forerun.families import text_section
+from forerun.families import MAX_LAYERS, text_section
 
-# Numbers beyond any real layer count are no layer numbers (and int() refuses very long ones).
-MAX_LAYERS = 100_000
 _LAYER = re.compile(r"(?P<prefix>(?:.*\.)?layers)\.(?P<index>\d{1,5})\.(?P<rest>.+)")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "wte.weight", "word_embeddings.weight")
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})

@@ -36,6 +36,11 @@ RECORDS: tuple[FamilyRecord, ...] = (
 )
 
 
+# Larger numbers are none that a checkpoint means, and would be counted up to.
+MAX_DEPTH = 64
+MAX_LAYERS = 10_000
+
+
 def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config.json that describes the language model: its text_config, or the whole of it."""
     nested = config.get("text_config")
@@ -62,12 +67,12 @@ def declared_depth(record: FamilyRecord, config: Mapping[str, Any]) -> int | Non
     """Number of MTP layers that config.json declares, at its top or in its text_config; None without the key.
 
     Raises:
-        UsageError: the value is no number.
+        UsageError: the value is no number, or above `MAX_DEPTH`.
     """
     for section in (config, text_section(config)):
         value = section.get(record.depth_key)
         if value is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_DEPTH:
                 raise UsageError(
                     f"config.json has {record.depth_key}={value!r:.60}: give the number of MTP layers in the files"
                 )
@@ -88,9 +93,17 @@ def present_depth(record: FamilyRecord, config: Mapping[str, Any], tensor_names:
 
 
 def trunk_layers(config: Mapping[str, Any]) -> int:
-    """The trunk's number of layers, from which some families number the MTP layers on; 0 where config.json has none."""
-    value = text_section(config).get("num_hidden_layers", 0)
-    return value if isinstance(value, int) else 0
+    """The trunk's number of layers, from which some families number the MTP layers on; 0 where config.json has none.
+
+    Raises:
+        UsageError: the value is no number of layers.
+    """
+    value = text_section(config).get("num_hidden_layers")
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_LAYERS:
+        raise UsageError(f"config.json has num_hidden_layers={str(value)[:40]!r}: give a positive whole number")
+    return value
 
 
 __all__ = [
@@ -101,6 +114,8 @@ __all__ = [
     "GLM4_MOE",
     "GLM_MOE_DSA",
     "LONGCAT_FLASH",
+    "MAX_DEPTH",
+    "MAX_LAYERS",
     "MIMO",
     "NEMOTRON_H",
     "QWEN3_5",

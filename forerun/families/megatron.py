@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -79,6 +80,18 @@ def entries(family: FamilyRecord, layers: int, depth: int) -> Iterator[Entry]:
             return family.tensor_name(k, f"decoder.{part}", layers)
 
         yield from layer(f"mtp.layers.{k}.transformer_layer.", of_block)
+
+
+def refuse_megatron_names(path: str | Path, tensor_names: Collection[str]) -> None:
+    """Say what a checkpoint directory is that holds Megatron's names where Hugging Face's are looked for.
+
+    Raises:
+        UsageError: it does.
+    """
+    if EMBEDDING in tensor_names:
+        raise UsageError(
+            f"{path} holds Megatron-Core's names: bring it back first (forerun convert {path} OUT --to hf)"
+        )
 
 
 def needed(table: Iterable[Entry], names: Collection[str], side: Literal["megatron", "hugging_face"]) -> list[Entry]:

@@ -18,6 +18,7 @@ from forerun.checkpoint.hub import local_directory
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.errors import ForerunError, UsageError, one_line
 from forerun.families import FamilyRecord, declared_depth, family_of, present_depth
+from forerun.families.megatron import refuse_megatron_names
 from forerun.models.attach import attach
 from forerun.models.carrier import MTPCarrier, mtp_weight_names, set_depth
 from forerun.models.layout import fill, found_layout
@@ -55,6 +56,7 @@ def load(
             know; a copy of the embedding or the LM head differs from the trunk's.
     """
     reader = CheckpointReader(local_directory(path))
+    refuse_megatron_names(path, reader.tensor_names)
     family = family_of(reader.config)
     depth = present_depth(family, reader.config, reader.tensor_names)
     declared = declared_depth(family, reader.config)

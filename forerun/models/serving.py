@@ -19,8 +19,10 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.checkpoint.shards import SHARD_BYTES, new_directory, write_checkpoint
+from forerun.checkpoint.tied import refuse_second_head
 from forerun.errors import UsageError, one_line
 from forerun.families import FamilyRecord, family_of, present_depth
+from forerun.families.megatron import refuse_megatron_names
 from forerun.families.serving import TARGETS, Target
 
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -77,10 +79,12 @@ def export(
         raise UsageError(f"cannot convert to {to!r}: choose one of {', '.join(sorted(TARGETS))}")
     target, out = TARGETS[to], new_directory(out)
     reader = CheckpointReader(source)
+    refuse_megatron_names(source, reader.tensor_names)
     family = family_of(reader.config)
     depth = present_depth(family, reader.config, reader.tensor_names)
     if depth == 0:
         raise UsageError(f"{source} carries no MTP block: attach one with forerun.attach and train it first")
+    refuse_second_head(reader)
     try:
         _check_family(family, target, reader)
         own = _source_config(reader)
@@ -240,6 +244,8 @@ def _folded(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors with the trunk's final norm moved into the LM head; `config` is untied to match."""
     scale = reader.tensor(_NORM).float()
+    if scale.shape != (config["hidden_size"],):
+        raise _Unfit(f"{_NORM} has shape {tuple(scale.shape)}, config.json says hidden_size={config['hidden_size']}")
     if not bool(scale.all()):
         raise _Unfit(f"{_NORM} has a zero, which cannot be divided out of the block's norm: leave --fold-norm out")
     tied, config["tie_word_embeddings"] = config["tie_word_embeddings"], False

@@ -5,6 +5,7 @@ That megatron-core itself takes these weights for the same model is asked in tes
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -27,6 +28,7 @@ import forerun
 from forerun.checkpoint.megatron import from_megatron, to_megatron
 from forerun.cli import main
 from forerun.errors import UsageError
+from tests.families.handmade import checkpoint
 
 SHAPE = {
     "vocab_size": 40,
@@ -100,6 +102,47 @@ def test_what_has_no_place_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no Megatron name in the table, first model\.layers\.0\.mlp\.experts"):
         to_megatron(tmp_path / "moe", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_family_whose_block_megatron_has_not_is_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "source", "nemotron_h")
+    with pytest.raises(UsageError, match="has no Megatron names: family 'nemotron_h' has no name for"):
+        to_megatron(tmp_path / "source", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("num_key_value_heads", 3, "not the shape that the heads in config.json imply"),
+        ("num_key_value_heads", True, "num_key_value_heads=True"),
+        ("num_attention_heads", 10**30, "num_attention_heads=10"),
+        ("num_hidden_layers", 10**18, "num_hidden_layers='10"),
+        ("num_nextn_predict_layers", 10**18, "num_nextn_predict_layers=10"),
+    ],
+)
+@pytest.mark.parametrize("back", [False, True])
+def test_numbers_that_cannot_be_are_told_in_one_line(
+    tmp_path: Path, key: str, value: object, message: str, back: bool
+) -> None:
+    source, convert = saved(tmp_path / "source", "llama"), to_megatron
+    if back:
+        to_megatron(source, tmp_path / "megatron")
+        source, convert = tmp_path / "megatron", from_megatron
+    config = json.loads((source / "config.json").read_text()) | {key: value}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=message):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_megatron_names_are_told_where_others_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    to_megatron(saved(tmp_path / "source", "llama"), tmp_path / "megatron")
+    way_back = "holds Megatron-Core's names: bring it back first"
+    with pytest.raises(UsageError, match=way_back):
+        forerun.load(tmp_path / "megatron")
+    for command in (["inspect"], ["convert", "--to", "mimo", str(tmp_path / "out")]):
+        assert main([command[0], str(tmp_path / "megatron"), *command[3:], *command[1:3]]) == 2
+        assert way_back in capsys.readouterr().err
 
 
 def test_the_wrong_way_is_refused(tmp_path: Path) -> None:

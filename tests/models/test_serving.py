@@ -140,14 +140,38 @@ def test_with_the_norm_folded_either_hidden_gives_the_same_drafts(tmp_path: Path
 def test_a_head_that_a_tied_model_does_not_use_is_left_behind(tmp_path: Path) -> None:
     source(tmp_path / "source", tie_word_embeddings=True)
     tensors = stored(tmp_path / "source")
-    stale = torch.ones_like(tensors["model.embed_tokens.weight"])
-    save_file(tensors | {"lm_head.weight": stale}, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    same = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": same}, tmp_path / "source" / "model.safetensors", {"format": "pt"})
     export(tmp_path / "source", tmp_path / "plain")
     assert "lm_head.weight" not in stored(tmp_path / "plain")
     export(tmp_path / "source", tmp_path / "folded", fold_norm=True, shard_bytes=8_000)
     files = [load_file(file) for file in (tmp_path / "folded").glob("*.safetensors")]
     (head,) = [held["lm_head.weight"] for held in files if "lm_head.weight" in held]
     torch.testing.assert_close(head, tensors["model.embed_tokens.weight"] * tensors["model.norm.weight"])
+
+
+@pytest.mark.parametrize("to", ["mimo", "megatron"])
+def test_a_tied_model_with_another_head_in_its_files_is_refused(
+    tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers runs it with that head, engines with the embedding: an export would choose without a word."""
+    source(tmp_path / "source", tie_word_embeddings=True)
+    tensors = stored(tmp_path / "source")
+    other = tensors["model.embed_tokens.weight"] + 1.0
+    save_file(tensors | {"lm_head.weight": other}, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    head = forerun.load(tmp_path / "source").get_output_embeddings().weight
+    assert torch.equal(head, other)
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--to", to]) == 2
+    assert "lm_head.weight in the files is another: set tie_word_embeddings to false" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_final_norm_of_another_size_is_refused(tmp_path: Path) -> None:
+    source(tmp_path / "source")
+    tensors = stored(tmp_path / "source") | {"model.norm.weight": torch.ones(3)}
+    save_file(tensors, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UsageError, match=r"model\.norm\.weight has shape \(3,\), config.json says hidden_size=16"):
+        export(tmp_path / "source", tmp_path / "out", fold_norm=True)
 
 
 def test_the_layout_is_what_a_mimo_carrier_has(tmp_path: Path) -> None:
