@@ -7,7 +7,7 @@ moments cross in the same way. Dense Llama-like layers, with or without QKV bias
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,6 +34,8 @@ _LAYER: tuple[tuple[str, tuple[str, ...], How], ...] = (
     ("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "rows"),
     ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), "same"),
 )
+# Not every model has these: biases, norms of queries and keys, an LM head that is not tied.
+_MAY_LACK = (".bias", ".q_layernorm.weight", ".k_layernorm.weight", "output_layer.weight")
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def refuse_megatron_names(path: str | Path, tensor_names: Collection[str]) -> No
         )
 
 
-def needed(table: Iterable[Entry], names: Collection[str], side: Literal["megatron", "hugging_face"]) -> list[Entry]:
+def needed(table: Sequence[Entry], names: Collection[str], side: Literal["megatron", "hugging_face"]) -> list[Entry]:
     """The entries for which there are tensors.
 
     Args:
@@ -102,7 +104,7 @@ def needed(table: Iterable[Entry], names: Collection[str], side: Literal["megatr
         side: whose names they are.
 
     Raises:
-        UsageError: a tensor has no counterpart, or of an entry only some parts are there.
+        UsageError: a tensor has no counterpart, or one that every model has is missing.
     """
     found, left = [], set(names)
     for entry in table:
@@ -118,6 +120,10 @@ def needed(table: Iterable[Entry], names: Collection[str], side: Literal["megatr
             f"{len(left)} tensors have no {other} name in the table, first {min(left)}: "
             "it covers dense Llama-like layers"
         )
+    lacking = [entry for entry in table if entry not in found and not entry.megatron.endswith(_MAY_LACK)]
+    if lacking:
+        name = lacking[0].megatron if side == "megatron" else lacking[0].hugging_face[0]
+        raise UsageError(f"{name} is missing: restore it, or give config.json the numbers of layers that are there")
     return found
 
 

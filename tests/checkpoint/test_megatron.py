@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -132,6 +132,17 @@ def test_numbers_that_cannot_be_are_told_in_one_line(
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(UsageError, match=message):
         convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "lost", ["model.norm.weight", "model.layers.1.self_attn.o_proj.weight", "model.mtp_layers.1.input_proj.weight"]
+)
+def test_a_lost_tensor_is_named(tmp_path: Path, lost: str) -> None:
+    file = saved(tmp_path / "source", "llama") / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != lost}, file, {"format": "pt"})
+    with pytest.raises(UsageError, match=f"{lost} is missing: restore it"):
+        to_megatron(tmp_path / "source", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
