@@ -64,6 +64,10 @@ def replace_files(scratch: Path, target: str | Path) -> None:
     save in another number of shards go, and everything else stays.
     """
     target = Path(os.path.realpath(target))
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in scratch.glob("*.safetensors"):
+        os.chmod(file, 0o666 & ~mask)  # safetensors' own are for their owner alone, and a server may be another user
     if not target.exists():
         os.rename(scratch, target)
         return

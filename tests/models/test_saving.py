@@ -416,3 +416,12 @@ def test_load_state_dict_takes_the_names_of_the_file(tmp_path: Path) -> None:
     result = other.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"), strict=True)
     assert not result.missing_keys and not result.unexpected_keys
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_others_may_read_the_weights_where_the_umask_lets_them(tmp_path: Path) -> None:
+    mask = os.umask(0o022)
+    try:
+        attach(tiny_model(), MTPConfig(enable=True)).save_pretrained(tmp_path / "out")
+    finally:
+        os.umask(mask)
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o644}
