@@ -119,7 +119,7 @@ def _depth_hidden(model: MTPCarrier, row: Row, depth: int, chaining: Chaining) -
     length = row.input_ids.shape[1]
     positions = torch.arange(length, device=row.input_ids.device)[None]
     inputs = decoder_inputs(model, row.hidden_states, positions)
-    first = row.hidden_states if model.mtp.undo_norm is None else model.mtp.undo_norm(row.hidden_states)
+    first = model.mtp.enter(row.hidden_states)
     hidden = for_head = first
     for k in range(1, depth + 1):
         ahead = F.pad(row.input_ids[:, k:], (0, min(k, length)))

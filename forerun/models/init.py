@@ -151,8 +151,7 @@ def fit_projection(
         input_ids, documents = input_ids.to(hidden.device), documents.to(hidden.device)
         target = depth_targets(input_ids, documents, torch.ones_like(documents, dtype=torch.bool), 0)
         # Depth 0's validity: the next token is in the same document, so h⁰_{i+1} follows from what the head reads.
-        entering = hidden if model.mtp.undo_norm is None else model.mtp.undo_norm(hidden)
-        halves = [layer.hidden_norm(entering), layer.embed_norm(embed(model, target.labels))]
+        halves = [layer.hidden_norm(model.mtp.enter(hidden)), layer.embed_norm(embed(model, target.labels))]
         if layer.concat_order == "embed_hidden":
             halves.reverse()
         x = torch.cat(halves, dim=-1)[target.valid].double()

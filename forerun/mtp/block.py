@@ -95,6 +95,10 @@ class MTPBlock(nn.Module):
         assert isinstance(found, MTPLayer)
         return found
 
+    def enter(self, hidden_states: Tensor) -> Tensor:
+        """What depth 1 takes of the trunk's hidden, as the LM head takes it. [..., d] both."""
+        return hidden_states if self.undo_norm is None else self.undo_norm(hidden_states)
+
     def step(
         self, depth: int, hidden_states: Tensor, inputs_embeds: Tensor, **decoder_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -104,8 +108,8 @@ class MTPBlock(nn.Module):
         returned. A depth past the last layer runs that one again, so a drafter chains further than it was trained.
         """
         layer = self.layer(depth)
-        if depth == 1 and self.undo_norm is not None:
-            hidden_states = self.undo_norm(hidden_states)
+        if depth == 1:
+            hidden_states = self.enter(hidden_states)
         post_norm, pre_norm = layer(hidden_states, inputs_embeds, **decoder_kwargs)
         return post_norm, post_norm if self.recurrence == "post_norm" else pre_norm
 

@@ -114,8 +114,8 @@ _BLOCK = [
         "trunk-s-norm-undone-at-every-depth",
         "What the block hands to depth 2 is treated as if the trunk's final norm had made it.",
         "forerun.mtp.block",
-        "if depth == 1 and self.undo_norm is not None:",
-        "if self.undo_norm is not None:",
+        "if depth == 1:",
+        "if depth >= 1:",
         (UNDO_NORM + "[2-False]",),
     ),
     Mutation(
