@@ -134,8 +134,10 @@ def smollm2_as_mimo(vllm_env: Path, tmp_path_factory: pytest.TempPathFactory) ->
     ]
     runs = [run("mtp", exported, torch.float32, DRAFT, prompts), run("plain", exported, torch.float32, 0, prompts)]
     answers = serve(vllm_env, folder, runs)
+    served = forerun.load(exported)
+    assert isinstance(served, MTPCarrier)
     shutil.rmtree(folder)  # a gigabyte
-    return Served(model.eval(), torch.float32, prompts, answers)
+    return Served(served.eval(), torch.float32, prompts, answers)
 
 
 def check_text(served: Served) -> None:
