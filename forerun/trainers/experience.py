@@ -56,7 +56,7 @@ def sample_batches(samples: Sequence[Sample], micro_batch_size: int, temperature
 
     The extras are advantages and rollout_log_probs (at the sampling temperature), on the response's tokens.
     """
-    # The engine reports both; without a temperature the unfiltered one is what a trainer computes too.
+    # An engine may report both; without a temperature the unfiltered one is what a trainer computes too.
     raw = temperature == 1.0
     ordered = sorted(samples, key=lambda s: -len(s.completion.prompt_token_ids) - len(s.completion.token_ids))
     batches = []
@@ -67,7 +67,7 @@ def sample_batches(samples: Sequence[Sample], micro_batch_size: int, temperature
                 sample.completion.token_ids,
                 {
                     "advantages": sample.advantage,
-                    "rollout_log_probs": sample.completion.raw_log_probs if raw else sample.completion.log_probs,
+                    "rollout_log_probs": _log_probs(sample.completion, raw),
                 },
             )
             for sample in ordered[start : start + micro_batch_size]
@@ -75,6 +75,10 @@ def sample_batches(samples: Sequence[Sample], micro_batch_size: int, temperature
         longest = max(len(document) for document in documents)
         batches += pack(documents, longest, len(documents))
     return batches
+
+
+def _log_probs(completion: Completion, raw: bool) -> list[float]:
+    return completion.raw_log_probs if raw and completion.raw_log_probs is not None else completion.log_probs
 
 
 def rollout_figures(samples: Sequence[Sample]) -> Figures:

@@ -65,7 +65,7 @@ def test_an_updated_engine_equals_one_made_from_the_new_model(kind: str, tied: b
     assert engine.drafter_digest() == drafter_digest(model) != old_digest
     fresh = engine_of(model, draft_vocabulary=vocabulary)
     after = run(engine)
-    assert [c.weight_versions for c in after] == [[7]] * 4
+    assert [c.weight_versions for c in after] == [[7] * len(c.token_ids) for c in after]
     for mine, theirs, old in zip(after, run(fresh), before, strict=True):
         assert mine.token_ids == theirs.token_ids != old.token_ids
         assert mine.accepted_per_depth == theirs.accepted_per_depth
@@ -141,4 +141,4 @@ def test_sleep_frees_the_caches_and_keeps_acceptance() -> None:
     assert [c.token_ids for c in after] == [c.token_ids for c in before]
     assert [c.accepted_per_depth for c in after] == [c.accepted_per_depth for c in before]
     assert all(c.accepted_per_depth == c.drafted_per_depth for c in after)
-    assert after[0].weight_versions == [1]
+    assert set(after[0].weight_versions) == {1}

@@ -48,10 +48,7 @@ class PlainRollout:
         self, requests: Sequence[Request], on_finish: Callable[[Completion], None] | None = None
     ) -> list[Completion]:
         ids = torch.tensor([list(request.prompt_token_ids) for request in requests])
-        done = [
-            Completion(r.request_id, list(r.prompt_token_ids), [], [], [], "length", [self.weight_version])
-            for r in requests
-        ]
+        done = [Completion(r.request_id, list(r.prompt_token_ids), [], [], [], "length", []) for r in requests]
         draws = [torch.Generator().manual_seed(request.sampling.seed or 0) for request in requests]
         for _ in range(requests[0].sampling.max_tokens):
             logits = self.model(input_ids=ids).logits[:, -1]
@@ -64,6 +61,7 @@ class PlainRollout:
                 if out.finish_reason == "stop":
                     continue
                 out.token_ids.append(token)
+                out.weight_versions.append(self.weight_version)
                 out.log_probs.append(float(scaled[token]))
                 out.raw_log_probs.append(float(row.log_softmax(-1)[token]))
                 if token in request.sampling.stop_token_ids:

@@ -200,3 +200,7 @@ class NativeEngine:
     def wake(self) -> None:
         """Be ready again; the caches are made when the next requests say how large."""
         self._asleep = False
+
+    def close(self) -> None:
+        """Free the caches."""
+        self.sleep()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -106,6 +107,17 @@ class ModelRunner:
         """Free the caches."""
         self.cache = None
         self._rotary = None
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Make row `target` stand where row `source` stands, `length` tokens in."""
+        assert self.cache is not None
+        self.cache.copy_row(source, target, length)
+
+    def commit(self, kept: Sequence[int]) -> None:
+        """After a `decode` of T tokens for rows 0..R-1: row r keeps its first kept[r] >= 1, the others never were.
+
+        Keys and values need nothing done: what lies behind a row's length is overwritten before it is attended to.
+        """
 
     def tune(self, max_rows: int, max_draft_rows: int) -> None:
         """Measure the products for up to max_rows rows (trunk) and max_draft_rows rows (drafter's head)."""

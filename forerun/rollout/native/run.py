@@ -86,9 +86,8 @@ class Run:
                 leaders.append(row)
         for pieces in self._pieces(leaders):
             self._prefill_pieces(pieces)
-        assert self.runner.cache is not None
         for source, row in followers:
-            self.runner.cache.copy_row(source, row, len(running[row].prompt))
+            self.runner.copy_row(source, row, len(running[row].prompt))
             running[row].prompt_end = running[source].prompt_end
 
         new = [running[row] for row in new_rows]
@@ -183,6 +182,7 @@ class Run:
             uniform=min(lengths) == max(lengths),
         )
         judged = sampler.judge(self._logits(hidden_states), drafts, counts, uniforms)
+        self.runner.commit([accepted + 1 for accepted in judged.accepted])
         for row, s in enumerate(running):
             accepted = judged.accepted[row]
             emitted = slice(accepted + 1)
@@ -215,9 +215,8 @@ class Run:
         order = {id(s): row for row, s in enumerate(self.scheduler.running)}
         finished, moves = self.scheduler.retire()
         if finished:
-            assert self.runner.cache is not None
             for source, target in moves:
-                self.runner.cache.copy_row(source, target, self.scheduler.running[target].length)
+                self.runner.copy_row(source, target, self.scheduler.running[target].length)
             self.sampler = None
             if self.depth and self.hidden is not None and self.following is not None:
                 kept = [order[id(s)] for s in self.scheduler.running]

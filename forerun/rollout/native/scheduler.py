@@ -90,7 +90,7 @@ class Running:
             log_probs=self.log_probs,
             raw_log_probs=self.raw_log_probs,
             finish_reason=self.finish_reason,
-            weight_versions=[weight_version],
+            weight_versions=[weight_version] * len(self.token_ids),
             spec_num_draft_tokens=sum(self.drafted),
             spec_num_accepted_tokens=sum(self.accepted),
             spec_num_verify_steps=self.verify_steps,
