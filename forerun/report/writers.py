@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from forerun.errors import ForerunError, UsageError
-from forerun.report.atomic import failures
+from forerun.report.atomic import failures, write_text
 
 Metrics = Mapping[str, float | int | None]
 
@@ -21,6 +21,10 @@ class MetricsWriter(Protocol):
     """Takes a step's metrics. None means "cannot be known here" and is never written as 0."""
 
     def log(self, step: int, metrics: Metrics) -> None: ...
+
+    def rewind(self, step: int) -> None:
+        """Forget what was logged after `step`: a resumed run logs it again."""
+        ...
 
     def close(self) -> None: ...
 
@@ -46,6 +50,12 @@ class JSONLWriter:
         with failures(self.path):
             self._file.write(line + "\n")
 
+    def rewind(self, step: int) -> None:
+        self._file.close()
+        rewind_lines(self.path, step)
+        with failures(self.path):
+            self._file = self.path.open("a", buffering=1, encoding="utf-8")
+
     def close(self) -> None:
         with failures(self.path):
             self._file.close()
@@ -64,15 +74,18 @@ class TensorBoardWriter:
     """Scalars as TensorBoard event files in `directory`; None is left out, as TensorBoard has no such value."""
 
     def __init__(self, directory: str | Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         self.directory = Path(directory)
-        with failures(self.directory):
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._writer = SummaryWriter(log_dir=str(directory))
+        self._open(purge_step=None)
         # Its thread hands what goes wrong to the next flush, which raises it here, and prints a traceback besides.
         self._excepthook = threading.excepthook
         threading.excepthook = self._on_thread_exception
+
+    def _open(self, purge_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        with failures(self.directory):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._writer = SummaryWriter(log_dir=str(self.directory), purge_step=purge_step)
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
         from_tensorboard = type(args.thread).__module__.startswith("tensorboard.")
@@ -85,6 +98,11 @@ class TensorBoardWriter:
                 if value is not None:
                     self._writer.add_scalar(name, float(value), step)
             self._writer.flush()
+
+    def rewind(self, step: int) -> None:
+        with failures(self.directory):
+            self._writer.close()
+        self._open(purge_step=step + 1)
 
     def close(self) -> None:
         try:
@@ -115,6 +133,9 @@ class WandbWriter:
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log({name: value for name, value in metrics.items() if value is not None}, step=step)
 
+    def rewind(self, step: int) -> None:
+        """Nothing to do: every process is a run of its own there."""
+
     def close(self) -> None:
         self._run.finish()
 
@@ -128,6 +149,10 @@ class Writers:
     def log(self, step: int, metrics: Metrics) -> None:
         for writer in self.writers:
             writer.log(step, metrics)
+
+    def rewind(self, step: int) -> None:
+        for writer in self.writers:
+            writer.rewind(step)
 
     def close(self) -> None:
         with ExitStack() as stack:
@@ -166,6 +191,24 @@ def make_writers(
                 made.close()
                 raise UsageError(f"no logger is called {name!r}: use jsonl, tensorboard or wandb")
     return made
+
+
+def rewind_lines(path: Path, step: int) -> None:
+    """Drop the lines of a JSON lines file whose "step" is past `step`, and torn ones."""
+    if not path.is_file():
+        return
+    with failures(path):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if (logged := _step_of(line)) is not None and logged <= step]
+    if len(kept) < len(lines):
+        write_text(path, "".join(kept))
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _json_number(value: float | int | None) -> float | int | str | None:

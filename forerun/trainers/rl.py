@@ -43,6 +43,7 @@ from forerun.trainers.experience import (
 )
 from forerun.trainers.policy_objective import PolicyObjective
 from forerun.trainers.setup import (
+    SAMPLES_FILE,
     RunDirectory,
     check_config,
     engine_config,
@@ -158,6 +159,7 @@ class RLTrainer:
             if resumed is not None:
                 self.order.load_state_dict(resumed["order"])
                 self.rl_step = int(resumed["rl_step"])
+            run.rewind(None if resumed is None else self.rl_step)
             run.write_config()
             if resumed is None:
                 metrics.update(self.evaluate())
@@ -348,7 +350,7 @@ class RLTrainer:
         return usable
 
     def _write_samples(self, run_dir: Path, limit: int = 8) -> None:
-        path = run_dir / "samples.jsonl"
+        path = run_dir / SAMPLES_FILE
         with failures(path), path.open("a", encoding="utf-8") as file:
             for row in text_table(self.samples, limit):
                 file.write(json.dumps({"step": self.rl_step, **row}) + "\n")

@@ -31,11 +31,14 @@ from forerun.families import declared_depth, family_of, present_depth
 from forerun.models.attach import Init, attach
 from forerun.models.loading import load
 from forerun.mtp.config import MTPConfig
-from forerun.report.writers import Writers, make_writers
+from forerun.report.writers import Writers, make_writers, rewind_lines
 from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import RolloutEngine
 
 logger = logging.getLogger(__name__)
+
+# Responses of a run's steps, as JSON lines beside metrics.jsonl.
+SAMPLES_FILE = "samples.jsonl"
 
 
 def check_config(config: SFTConfig | RLConfig, has_data: bool, has_model: bool) -> None:
@@ -205,6 +208,12 @@ class RunDirectory:
             ) from error
         logger.warning("resuming from %s", checkpoint)
         return extra
+
+    def rewind(self, step: int | None) -> None:
+        """Drop what an earlier process logged past `step`, where this one goes on; None: it starts anew."""
+        step = -1 if step is None else step
+        self.writers.rewind(step)
+        rewind_lines(self.path / SAMPLES_FILE, step)
 
     def write_config(self) -> None:
         """Write config.yaml; after `resume`, so that a resume that is refused leaves the earlier run's."""

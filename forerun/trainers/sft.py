@@ -139,6 +139,7 @@ class SFTTrainer:
             resumed = run.resume(engine)
             if resumed is not None:
                 self.order.load_state_dict(resumed["order"])
+            run.rewind(None if resumed is None else engine.global_step)
             run.write_config()
             if resumed is None:
                 if self.initialise is not None and isinstance(engine.model, MTPCarrier):

@@ -49,6 +49,28 @@ def test_jsonl_appends_after_a_torn_line(tmp_path: Path) -> None:
     assert path.read_text().splitlines() == ['{"step": 1}', '{"step": 2, "lo', '{"step": 3}']
 
 
+def test_rewinding_forgets_the_steps_after(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for value in (1.0, 2.0):  # a run, and the one that resumes it after step 2
+        writers = make_writers(["jsonl", "tensorboard"], tmp_path)
+        first = 1
+        if value == 2.0:
+            with (tmp_path / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 5, "lo')
+            writers.rewind(2)
+            first = 3
+        for step in range(first, 5):
+            writers.log(step, {"loss": value})
+        writers.close()
+    assert strict_lines(tmp_path / "metrics.jsonl") == [
+        {"step": step, "loss": value} for step, value in [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    ]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+
+
 def test_jsonl_on_a_full_disk() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full on this system")

@@ -109,6 +109,9 @@ def test_a_run_resumes_bit_identically(tmp_path: Path) -> None:
 
     straight = run("straight", 5)
     run("stopped", 3)
+    for name in ("metrics.jsonl", "samples.jsonl"):  # as if it had been killed after step 4, not saved
+        with (tmp_path / "stopped" / name).open("a") as file:
+            file.write('{"step": 4}\n')
     torch.manual_seed(77)
     resumed = run("stopped", 5)
     assert_same(weights(straight), weights(resumed))
@@ -116,8 +119,8 @@ def test_a_run_resumes_bit_identically(tmp_path: Path) -> None:
     assert [line["step"] for line in logged] == [1, 2, 3, 4, 5]
     exported = forerun.load(tmp_path / "stopped" / "model")
     assert_same(dict(named_weights(exported)), weights(resumed))
-    samples = (tmp_path / "stopped" / "samples.jsonl").read_text().splitlines()
-    assert json.loads(samples[-1])["step"] == 5
+    samples = [json.loads(line) for line in (tmp_path / "stopped" / "samples.jsonl").read_text().splitlines()]
+    assert {sample["step"] for sample in samples} == {1, 2, 3, 4, 5} and all("response" in s for s in samples)
 
 
 def test_held_out_prompts_are_answered_greedily(tmp_path: Path) -> None:

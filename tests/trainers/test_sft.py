@@ -120,7 +120,7 @@ def test_an_interrupted_run_resumes_bit_identically(settings: list[str], tmp_pat
     torch.manual_seed(99)
     resumed = trainer(settings, *schedule)
     resumed.train()
-    assert [line["step"] for line in lines(settings)] == [0, 1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9]
+    assert [line["step"] for line in lines(settings)] == list(range(10))
     expected = weights(straight)
     for name, tensor in weights(resumed).items():
         assert torch.equal(tensor, expected[name]), name
