@@ -41,6 +41,16 @@ class KVCache:
         self.rows = rows
         self.capacity = capacity
 
+    def resize(self, rows: int, capacity: int) -> None:
+        """Take another size, and keep the content as far as it fits."""
+        kept, length = min(rows, self.rows), min(capacity, self.capacity)
+        for side in ("keys", "values"):  # one after the other: less memory is held twice
+            old: Tensor = getattr(self, side)
+            new = old.new_zeros((old.shape[0], rows, old.shape[2], capacity, old.shape[4]))
+            new[:, :kept, :, :length] = old[:, :kept, :, :length]
+            setattr(self, side, new)
+        self.rows, self.capacity = rows, capacity
+
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of a row, in all layers."""
         for side in (self.keys, self.values):

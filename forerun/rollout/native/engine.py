@@ -5,7 +5,9 @@ A step drafts for every running row, verifies all drafts in one forward of the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import threading
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from forerun.rollout.native.products import Choice
 from forerun.rollout.native.run import Run
 from forerun.rollout.native.sampler import draw_uniforms
 from forerun.rollout.native.scheduler import Running, check_requests
-from forerun.rollout.protocol import Completion, NamedTensors, Request
+from forerun.rollout.protocol import Completion, NamedTensors, Request, SpeculationTotals
 from forerun.rollout.sync import check_complete, digest
 from forerun.speculative.drafter import check_draftable
 
@@ -59,6 +61,9 @@ class NativeEngine:
         self.weight_version = 0
         self._seeds = torch.Generator().manual_seed(seed)
         self._asleep = False
+        self._lock = threading.Lock()
+        self._aborted: set[str] = set()
+        self._totals = SpeculationTotals()
 
     @classmethod
     def from_model(
@@ -136,13 +141,41 @@ class NativeEngine:
             depth=depth,
             max_rows=self.max_num_seqs,
             prefill_chunk_size=self.prefill_chunk_size,
+            take_aborted=self._take_aborted,
         )
+        with self._lock:
+            self._aborted.clear()
         completions: dict[int, Completion] = {}
         for sequence in run.finished():
             completions[sequence.index] = completion = sequence.completion(self.weight_version)
+            self._count(completion)
             if on_finish is not None:
                 on_finish(completion)
         return [completions[i] for i in range(len(requests))]
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """See `RolloutEngine.abort`."""
+        with self._lock:
+            self._aborted.update(request_ids)
+
+    def _take_aborted(self) -> set[str]:
+        with self._lock:
+            taken, self._aborted = self._aborted, set()
+        return taken
+
+    def speculation_totals(self) -> SpeculationTotals:
+        """See `RolloutEngine.speculation_totals`."""
+        return copy.deepcopy(self._totals)
+
+    def _count(self, completion: Completion) -> None:
+        totals = self._totals
+        totals.num_verify_steps += completion.spec_num_verify_steps or 0
+        totals.num_draft_tokens += completion.spec_num_draft_tokens or 0
+        totals.num_accepted_tokens += completion.spec_num_accepted_tokens or 0
+        for depth, accepted in enumerate(completion.accepted_per_depth or []):
+            if depth == len(totals.accepted_per_depth):
+                totals.accepted_per_depth.append(0)
+            totals.accepted_per_depth[depth] += accepted
 
     def _depth(self, requests: Sequence[Request]) -> int:
         depth = self.num_speculative_tokens

@@ -90,14 +90,32 @@ class ModelRunner:
 
     # Memory
 
-    def allocate(self, rows: int, capacity: int) -> None:
-        """Make the caches; those that are there already are kept if they are large enough."""
-        if self.cache is not None and self.cache.rows >= rows and self.cache.capacity >= capacity:
-            return
-        self.release()
+    @property
+    def rewinds(self) -> bool:
+        """Whether `copy_row` can copy a row as it stood when it was shorter (keys and values can, a state cannot)."""
+        return True
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of the cache that one position of one row takes."""
         layer = self.layers[0]
-        count = len(self.layers) + (len(self.block.layers) if self.block is not None else 0)
-        self.cache = KVCache(count, rows, layer.kv_heads, capacity, layer.head_dim, self.dtype, self.device)
+        return 2 * self._cache_layers * layer.kv_heads * layer.head_dim * self.dtype.itemsize
+
+    @property
+    def _cache_layers(self) -> int:
+        return len(self.layers) + (len(self.block.layers) if self.block is not None else 0)
+
+    def allocate(self, rows: int, capacity: int) -> None:
+        """Give the caches this size; what the rows hold is kept."""
+        if self.cache is not None and (self.cache.rows, self.cache.capacity) == (rows, capacity):
+            return
+        if self.cache is not None:
+            self.cache.resize(rows, capacity)
+        else:
+            layer = self.layers[0]
+            self.cache = KVCache(
+                self._cache_layers, rows, layer.kv_heads, capacity, layer.head_dim, self.dtype, self.device
+            )
         positions = torch.arange(capacity, device=self.device)[None]
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         cos, sin = self._rotary_module(like, positions)
@@ -119,18 +137,9 @@ class ModelRunner:
         Keys and values need nothing done: what lies behind a row's length is overwritten before it is attended to.
         """
 
-    def tune(self, max_rows: int, max_draft_rows: int) -> None:
-        """Measure the products for up to max_rows rows (trunk) and max_draft_rows rows (drafter's head)."""
-        linears = [m for layer in (*self.layers, *self._mtp_modules()) for m in layer.modules()]
-        body = [m for m in linears if isinstance(m, TunedLinear)]
-        self.table.measure([m.weight for m in body] + [self.head.weight], max_rows)
-        if self.draft_head.weight.shape[0] != self.vocab_size:
-            self.table.measure([self.draft_head.weight], max_draft_rows)
-        for module in (*body, self.head, self.draft_head):
-            module.prepare(max_rows)
-
-    def _mtp_modules(self) -> tuple[nn.Module, ...]:
-        return () if self.block is None else (self.block,)
+    def tune(self) -> None:
+        """Choose how the matrix products are computed; the first time takes seconds on a CPU."""
+        self.table.prepare()
 
     # Computation
 
@@ -154,6 +163,13 @@ class ModelRunner:
             self.block.step(1, hidden_states, self.embed(next_tokens), step=step)
         return hidden_states
 
+    def feed(self, hidden_states: Tensor, next_tokens: Tensor, pieces: list[tuple[int, int, int]]) -> None:
+        """Feed the drafter's cache what the trunk alone has seen: pieces of rows end to end, hiddens [1, N, d] and the
+        token after each, long [1, N]."""
+        assert self.cache is not None and self._rotary is not None and self.block is not None
+        step = PrefillStep(self.cache, self._rotary, pieces)
+        self.block.step(1, hidden_states, self.embed(next_tokens), step=step)
+
     def _drafter_kwargs(self, positions: Tensor, live: int) -> dict[str, Any]:
         return {"step": self._decode_step(positions, live, uniform=positions.shape[0] == 1)}
 
@@ -171,7 +187,8 @@ class ModelRunner:
     # Weights
 
     def refresh(self) -> None:
-        """After the weights changed: remake what was derived from them."""
+        """After the weights changed: remake or drop what was derived from them."""
+        self.table.drop_packed()
         if self.draft_vocabulary is not None:
             self.draft_head.weight.copy_(self.head.weight[self.draft_vocabulary])
             if self.head.bias is not None and self.draft_head.bias is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -28,6 +28,7 @@ class Run:
         depth: drafts per row and step, 0 for none.
         max_rows: sequences that run at once.
         prefill_chunk_size: prompt tokens per forward.
+        take_aborted: hands over the ids of the requests that were aborted since it was last called.
     """
 
     def __init__(
@@ -39,17 +40,23 @@ class Run:
         depth: int,
         max_rows: int,
         prefill_chunk_size: int,
+        take_aborted: Callable[[], set[str]],
     ) -> None:
         self.runner = runner
         self.rule = rule
+        self.take_aborted = take_aborted
         self.chunk = prefill_chunk_size
         self.depth = depth
         rows = min(max_rows, len(sequences))
         self.scheduler = Scheduler(sequences, rows)
         # Rows near their end are padded to the deepest row's drafts, so positions can pass the limit by `depth`.
         capacity = max(s.limit for s in sequences) + depth
-        self.runner.allocate(rows, -(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP)
-        self.runner.tune(rows * (depth + 1), rows)
+        capacity = -(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP
+        cache = self.runner.cache
+        if cache is None or cache.rows < rows or cache.capacity < capacity:
+            self.runner.release()
+            self.runner.allocate(rows, capacity)
+        self.runner.tune()
         # Pending for the drafter: hiddens [R, T, d], the token after each [R, T], how many are a row's own.
         self.hidden: Tensor | None = None
         self.following: Tensor | None = None
@@ -59,6 +66,7 @@ class Run:
     def finished(self) -> Iterator[Running]:
         """Run to the end; yields sequences as they finish."""
         while self.scheduler.unfinished:
+            yield from self._abort()
             new_rows = self.scheduler.admit()
             if new_rows:
                 self._prefill(new_rows)
@@ -66,6 +74,12 @@ class Run:
             if self.scheduler.running:
                 self._decode()
                 yield from self._retire()
+
+    def _abort(self) -> Iterator[Running]:
+        wanted = self.take_aborted()
+        if wanted:
+            yield from self.scheduler.abort(wanted)
+            yield from self._retire()
 
     def _make_sampler(self, rows: Sequence[Running]) -> Sampler:
         return Sampler(rows, self.rule, self.runner.draft_vocabulary, self.runner.device)

@@ -135,6 +135,15 @@ class Scheduler:
                     moves.append((len(self.running), row))
         return finished, moves
 
+    def abort(self, request_ids: set[str]) -> list[Running]:
+        """Mark the running ones of these as finished, and take out and return the waiting ones."""
+        for s in (*self.running, *self.waiting):
+            if s.request.request_id in request_ids:
+                s.finish_reason = "abort"
+        taken = [s for s in self.waiting if s.finish_reason is not None]
+        self.waiting = deque(s for s in self.waiting if s.finish_reason is None)
+        return taken
+
     @property
     def unfinished(self) -> bool:
         return bool(self.waiting or self.running)
