@@ -1,0 +1,134 @@
+"""What a decode step costs for a number of rows and of drafts: learnt from measured steps, asked about any other.
+
+Two layers. A law fitted to everything seen, affine in rows * (k + 1) tokens to verify and in k passes of the drafter,
+carries over to batch sizes and depths that were never run. On top of it lie corrections from the steps of the same
+depth at about the same number of rows, because real costs have corners that no law has.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# A cell averages about its last so many steps: costs change as contexts grow and other work comes and goes.
+_CELL_STEPS = 8.0
+# A measurement above its cell's mean counts at most as this much more (log): steps are interrupted, never hastened.
+_LARGEST_RISE = 0.3
+# How far in log rows a measurement speaks for other numbers of rows.
+_REACH = 0.2
+# Weight of the law against corrections, in steps.
+_LAW_WEIGHT = 0.3
+# What a pass of the drafter costs beyond verifying its draft, as a share of a step's fixed and per-token costs, where
+# measurements do not say; and how firmly that is believed.
+_DRAFTER_SHARE = 0.1
+_BELIEF = 0.03
+_REFIT_STEPS = 16
+
+
+@dataclass
+class _Cell:
+    """Steps of one (rows, depth): log seconds, how many steps that stands for, when it was last seen."""
+
+    log_seconds: float
+    steps: float
+    seen: int
+
+
+class StepCosts:
+    """Seconds of a step as a function of (rows, depth).
+
+    Args:
+        half_life: steps after which an old measurement counts half.
+    """
+
+    def __init__(self, half_life: float = 500.0) -> None:
+        self._half_life = half_life
+        self._cells: dict[tuple[int, int], _Cell] = {}
+        self._now = 0
+        self._law = (0.0, 0.0, 0.0, 0.0)
+        self._fitted = -_REFIT_STEPS
+        self._floor = 0.0
+
+    def __bool__(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self._cells)
+
+    def observe(self, rows: int, depth: int, seconds: float, weight: float = 1.0) -> None:
+        """Note a step; `weight` below 1 for one that may not be typical, as the first after a change of depth."""
+        self._now += 1
+        measured = math.log(max(seconds, 1e-9))
+        cell = self._cells.get((rows, depth))
+        if cell is None:
+            self._cells[rows, depth] = _Cell(measured, weight, self._now)
+            self._fitted = -_REFIT_STEPS
+            return
+        steps = cell.steps * self._fading(cell)
+        change = min(measured - cell.log_seconds, _LARGEST_RISE)
+        cell.log_seconds += change * weight / (steps + weight)
+        cell.steps = min(steps + weight, _CELL_STEPS)
+        cell.seen = self._now
+
+    def predict(self, rows: int, depth: int) -> tuple[float, float]:
+        """(seconds of a step, measured steps that speak for it). Seconds are of no meaning before `observe`."""
+        if self._now - self._fitted >= _REFIT_STEPS:
+            self._fit()
+        law = math.log(self._by_law(rows, depth))
+        total = correction = 0.0
+        for (other, k), cell in self._cells.items():
+            if k != depth:
+                continue
+            distance = math.log(rows / other) / _REACH
+            if abs(distance) > 3:
+                continue
+            weight = cell.steps * self._fading(cell) * math.exp(-0.5 * distance * distance)
+            total += weight
+            correction += weight * (cell.log_seconds - math.log(self._by_law(other, k)))
+        return math.exp(law + correction / (total + _LAW_WEIGHT)), total
+
+    def _fading(self, cell: _Cell) -> float:
+        return math.exp(-math.log(2) * (self._now - cell.seen) / self._half_life)
+
+    def _by_law(self, rows: int, depth: int) -> float:
+        return max(sum(a * x for a, x in zip(self._law, _features(rows, depth), strict=True)), self._floor)
+
+    def _fit(self) -> None:
+        """Weighted least squares on relative errors, with a ridge that makes it solvable from the first step on."""
+        self._fitted = self._now
+        cells = [(key, cell, cell.steps * self._fading(cell)) for key, cell in self._cells.items()]
+        typical = math.exp(sum(c.log_seconds * w for _, c, w in cells) / sum(w for _, _, w in cells))
+        widest = max(rows for (rows, _), _, _ in cells)
+        # Ridge on each coefficient, in units in which all four are shares of a typical step.
+        units = (typical, typical / widest, typical, typical / widest)
+        beliefs = (_BELIEF / 100, _BELIEF / 100, _BELIEF, _BELIEF)
+        matrix = [[beliefs[i] if i == j else 0.0 for j in range(4)] for i in range(4)]
+        target = [0.0] * 4
+        for (rows, depth), cell, weight in cells:
+            seconds = math.exp(cell.log_seconds)
+            x = [f * u / seconds for f, u in zip(_features(rows, depth), units, strict=True)]
+            for i in range(4):
+                target[i] += weight * x[i]
+                for j in range(4):
+                    matrix[i][j] += weight * x[i] * x[j]
+        shares = _solve(matrix, target)
+        self._law = (shares[0] * units[0], shares[1] * units[1], shares[2] * units[2], shares[3] * units[3])
+        self._floor = 0.2 * math.exp(min(c.log_seconds for _, c, _ in cells))
+
+
+def _features(rows: int, depth: int) -> tuple[float, float, float, float]:
+    """Fixed part, tokens, and how the drafter's fixed and per-row part differ from what is assumed of them."""
+    share = _DRAFTER_SHARE * depth
+    return 1 + share, rows * (depth + 1 + share), depth, rows * depth
+
+
+def _solve(matrix: list[list[float]], target: list[float]) -> list[float]:
+    """x with matrix @ x = target, for a positive definite matrix (elimination without pivoting); both are used up."""
+    size = len(target)
+    for i in range(size):
+        for j in range(i + 1, size):
+            factor = matrix[j][i] / matrix[i][i]
+            target[j] -= factor * target[i]
+            for column in range(i, size):
+                matrix[j][column] -= factor * matrix[i][column]
+    for i in reversed(range(size)):
+        target[i] = (target[i] - sum(matrix[i][j] * target[j] for j in range(i + 1, size))) / matrix[i][i]
+    return target
