@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from forerun.engines.data_parallel import like, whole
 from forerun.errors import ForerunError
 from forerun.report.atomic import failures
 
@@ -124,11 +125,11 @@ def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Every state tensor as `<key>:<parameter name>`, e.g. `exp_avg:model.layers.0.mlp.up_proj.weight`."""
+    """Every state tensor in full as `<key>:<parameter name>`, e.g. `exp_avg:model.layers.0.mlp.up_proj.weight`."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in named.items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}:{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
+            tensors[f"{key}:{name}"] = whole(torch.as_tensor(value).detach()).cpu().contiguous()
     return tensors
 
 
@@ -159,8 +160,7 @@ def restore_optimizer(
         parameter = named[name]
         # AdamW keeps its step counts on the CPU (unless fused) and the moments beside the parameter.
         optimizer.state[parameter] = {
-            key: value.clone() if key == "step" else value.to(parameter.device, copy=True)
-            for key, value in entries.items()
+            key: value.clone() if key == "step" else like(value, parameter).clone() for key, value in entries.items()
         }
 
 
@@ -194,14 +194,18 @@ def restore_random_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any
 
 def write_state(
     directory: Path,
+    moments: dict[str, Tensor],
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     named: Mapping[str, nn.Parameter],
     global_step: int,
     extra: Mapping[str, Any],
 ) -> None:
-    """Write the three state files into `directory`, which the caller renames into place when all is there."""
-    save_file(optimizer_tensors(optimizer, named), directory / OPTIMIZER_FILE)
+    """Write the three state files into `directory`, which the caller renames into place when all is there.
+
+    `moments` are `optimizer_tensors` of this optimizer.
+    """
+    save_file(moments, directory / OPTIMIZER_FILE)
     tensors, random_values = random_state()
     save_file(tensors, directory / RANDOM_FILE)
     schedule = {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"}

@@ -1,4 +1,4 @@
-"""The training engine of plain PyTorch: one process, CPU or CUDA, any Hugging Face causal LM with or without MTP.
+"""The training engine of plain PyTorch: one process or FSDP2, CPU or CUDA, any Hugging Face causal LM, with MTP or not.
 
 A step reads top to bottom in `forward_backward`: counts of the whole step from the masks, then per micro-batch trunk ->
 MTP loss -> main loss -> backward. Neither loss ever holds the whole batch's logits.
@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from forerun.data.batch import Batch
+from forerun.engines.data_parallel import DataParallel, ShardingConfig, like, whole
 from forerun.engines.hidden_cache import HiddenCache
 from forerun.engines.optimizer import (
     OptimizerConfig,
@@ -26,7 +29,7 @@ from forerun.engines.optimizer import (
     learning_rates,
 )
 from forerun.engines.protocol import LossFn, NonFiniteError, merge_metrics, predicted_mask
-from forerun.engines.state import read_state, read_weights, whole_directory, write_state
+from forerun.engines.state import optimizer_tensors, read_state, read_weights, whole_directory, write_state
 from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier, load_named_weights, mtp_weight_names, named_weights
 from forerun.models.training import MTPOutput, mtp_forward
@@ -35,6 +38,7 @@ from forerun.mtp.config import MTPConfig
 from forerun.mtp.losses import chunked_log_probs
 from forerun.mtp.shift import depth_counts
 from forerun.mtp.stats import MTPStats
+from forerun.report.atomic import failures
 
 
 class MTPLossFn(Protocol):
@@ -67,6 +71,7 @@ class TorchEngineConfig:
         autocast: dtype of torch.autocast for the forward pass; None computes in the weights' own dtype.
         activation_recompute: keep only layer inputs and run each layer again in backward.
         on_nonfinite: "stop" raises NonFiniteError; "skip" drops the step, which leaves the weights alone.
+        sharding: how weights lie over ranks, where the engine is given a mesh.
     """
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -75,6 +80,7 @@ class TorchEngineConfig:
     autocast: Literal["bfloat16", "float16"] | None = None
     activation_recompute: bool = False
     on_nonfinite: Literal["stop", "skip"] = "stop"
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
 
 
 def default_mtp_loss(
@@ -110,7 +116,9 @@ class TorchEngine:
             `mtp_config.enable_train` is set.
         config: see `TorchEngineConfig`.
         mtp_loss: replaces the MTP objective; the default is the one that the model's MTPConfig describes.
-        hidden_cache: keeps the trunk's hiddens of rows seen before; only with a frozen trunk.
+        hidden_cache: keeps the trunk's hiddens of rows seen before; only with a frozen trunk, in one process.
+        mesh: ranks that share the step, see `DataParallel`; None is this process alone. Every rank makes its engine
+            from the same weights and calls the same methods with the same arguments.
 
     Raises:
         UsageError: nothing to train, an unusable schedule, or a cache with a trunk that changes.
@@ -122,6 +130,7 @@ class TorchEngine:
         config: TorchEngineConfig | None = None,
         mtp_loss: MTPLossFn = default_mtp_loss,
         hidden_cache: HiddenCache | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self.model = model
         self.config = config or TorchEngineConfig()
@@ -131,6 +140,9 @@ class TorchEngine:
         self.hidden_cache = hidden_cache
         if hidden_cache is not None and self.config.train_trunk:
             raise UsageError("trunk hiddens can only be cached while the trunk is frozen: set train_trunk=false")
+        if hidden_cache is not None and mesh is not None:
+            raise UsageError("trunk hiddens cannot be cached on several ranks, which would not all run the trunk then")
+        self.ranks = DataParallel(model, mesh, self.config.sharding)
         self.groups = ParameterGroups.of(model, self.config.train_trunk, self.train_mtp)
         self.optimizer, self.scheduler = build_optimizer(self.groups, self.config.optimizer)
         if self.config.activation_recompute:
@@ -153,42 +165,59 @@ class TorchEngine:
         counts = self._depth_counts(batches)
         metrics: dict[str, float] = {}
         stats: MTPStats | None = None
-        for batch in batches:
+        for batch, own in self.ranks.deal(batches):
             batch = batch.to(self.device)
-            losses: list[Tensor] = []
-            with self._autocast():
-                frozen = not self.config.train_trunk
-                hidden_states = self.trunk_hidden_states(batch) if frozen else self._run_trunk(batch)
-                if self.train_mtp:
-                    assert isinstance(self.model, MTPCarrier)
-                    mtp = self.mtp_loss(self.model, hidden_states, batch, counts, temperature=temperature)
-                    losses.append(mtp.loss)
-                    merge_metrics(metrics, {"mtp_loss": mtp.loss.detach()})
-                    stats = mtp.stats if stats is None else stats.merge(mtp.stats)
-                if self.config.train_trunk:
-                    log_probs, entropy = self._log_probs(hidden_states, batch, temperature)
-                    loss, loss_metrics = loss_fn(log_probs, batch)
-                    losses.append(loss)
-                    merge_metrics(metrics, {"loss": loss.detach(), "entropy_sum": entropy.sum(), **loss_metrics})
-                    merge_metrics(metrics, {"target_count": float(batch.num_targets)})
-            # Grafting is for trainers that see only their own loss. This one holds both, and their sum has the same
-            # gradient.
-            total = torch.stack([loss.float() for loss in losses]).sum()
-            if not torch.isfinite(total):
+            total, figures, mtp = self.ranks.run(
+                partial(self._losses, batch, loss_fn if own else _no_loss, counts, temperature)
+            )
+            if own:
+                merge_metrics(metrics, figures)
+            if mtp is not None:
+                mtp = mtp if own else MTPStats(torch.zeros_like(mtp.sums))
+                stats = mtp if stats is None else stats.merge(mtp)
+            if self.ranks.any(~torch.isfinite(total)):
+                self.ranks.release()
                 self._non_finite("loss", metrics)
                 break
             if total.requires_grad:
-                total.backward()
+                (total if own else total * 0.0).backward()
+        metrics = self.ranks.merge(metrics)
         if stats is not None:
-            metrics.update({name: value for name, value in stats.compute().items() if value is not None})
+            found = self.ranks.reduce(stats).compute()
+            metrics.update({name: value for name, value in found.items() if value is not None})
         return metrics
+
+    def _losses(
+        self, batch: Batch, loss_fn: LossFn, counts: Sequence[int] | None, temperature: float
+    ) -> tuple[Tensor, dict[str, float], MTPStats | None]:
+        """A micro-batch's part of the step's loss, its metrics, its MTP statistics."""
+        losses: list[Tensor] = []
+        metrics: dict[str, float] = {}
+        stats = None
+        with self._autocast():
+            hidden_states = self._trunk_hidden_states(batch) if not self.config.train_trunk else self._run_trunk(batch)
+            if self.train_mtp:
+                assert isinstance(self.model, MTPCarrier)
+                mtp = self.mtp_loss(self.model, hidden_states, batch, counts, temperature=temperature)
+                losses.append(mtp.loss)
+                merge_metrics(metrics, {"mtp_loss": mtp.loss.detach()})
+                stats = mtp.stats
+            if self.config.train_trunk:
+                log_probs, entropy = self._log_probs(hidden_states, batch, temperature)
+                loss, loss_metrics = loss_fn(log_probs, batch)
+                losses.append(loss)
+                merge_metrics(metrics, {"loss": loss.detach(), "entropy_sum": entropy.sum(), **loss_metrics})
+                merge_metrics(metrics, {"target_count": float(batch.num_targets)})
+        # Grafting is for trainers that see only their own loss. This one holds both, and their sum has the same
+        # gradient.
+        return torch.stack([loss.float() for loss in losses]).sum(), metrics, stats
 
     def step(self) -> dict[str, float]:
         max_norm = self.config.optimizer.max_grad_norm
         report = {"skipped": 0.0, **learning_rates(self.optimizer)}
         for name, parameters in (("grad_norm", self.groups.trunk), ("mtp_grad_norm", self.groups.mtp)):
             if parameters:
-                norm = clip_gradients(list(parameters.values()), max_norm)
+                norm = whole(clip_gradients(list(parameters.values()), max_norm))
                 report[name] = float(norm)
                 if not torch.isfinite(norm) and not self._drop_step:
                     self._non_finite(name, report)
@@ -235,9 +264,13 @@ class TorchEngine:
         """The trunk's hiddens [B, S, d] as its LM head takes them, without a graph; from the cache, if there is one."""
         batch = batch.to(self.device)
         with self._autocast():
-            if self.hidden_cache is not None:
-                return self.hidden_cache.get(batch, self._run_trunk)
-            return self._run_trunk(batch)
+            return self.ranks.run(lambda: self._trunk_hidden_states(batch))
+
+    @torch.no_grad()
+    def _trunk_hidden_states(self, batch: Batch) -> Tensor:
+        if self.hidden_cache is not None:
+            return self.hidden_cache.get(batch, self._run_trunk)
+        return self._run_trunk(batch)
 
     def _run_trunk(self, batch: Batch) -> Tensor:
         trunk = base_model(self.model)
@@ -260,31 +293,40 @@ class TorchEngine:
     @torch.no_grad()
     def log_probs(self, batches: Sequence[Batch], temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
         self.model.eval()
-        results = []
-        for batch in batches:
-            batch = batch.to(self.device)
+
+        def one(batch: Batch) -> tuple[Tensor, Tensor]:
             with self._autocast():
-                results.append(self._log_probs(self.trunk_hidden_states(batch), batch, temperature))
-        return results
+                return self._log_probs(self._trunk_hidden_states(batch), batch, temperature)
+
+        own = [self.ranks.run(partial(one, batch.to(self.device))) for batch, _ in self.ranks.deal(batches)]
+        return self.ranks.collect(len(batches), own)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Held-out figures: eval loss (mean negative log-probability per target) and mtp/* per depth."""
         self.model.eval()
-        nll, targets, stats = 0.0, 0, None
-        for batch in batches:
-            batch = batch.to(self.device)
+
+        def one(batch: Batch) -> tuple[Tensor, MTPStats | None]:
             with self._autocast():
-                hidden_states = self.trunk_hidden_states(batch)
+                hidden_states = self._trunk_hidden_states(batch)
                 log_probs, _ = self._log_probs(hidden_states, batch, 1.0)
-                if isinstance(self.model, MTPCarrier):
-                    mtp = self.mtp_loss(self.model, hidden_states, batch, None, compare_with_trunk=True)
-                    stats = mtp.stats if stats is None else stats.merge(mtp.stats)
-            nll -= float(log_probs.sum())
-            targets += batch.num_targets
-        figures = {"loss": nll / targets} if targets else {}
+                if not isinstance(self.model, MTPCarrier):
+                    return log_probs, None
+                return log_probs, self.mtp_loss(self.model, hidden_states, batch, None, compare_with_trunk=True).stats
+
+        sums = {"nll": 0.0, "targets": 0.0}
+        stats = MTPStats.zeros(self.model.mtp.num_depths) if isinstance(self.model, MTPCarrier) else None
+        for batch, own in self.ranks.deal(batches):
+            log_probs, found = self.ranks.run(partial(one, batch.to(self.device)))
+            if own:
+                merge_metrics(sums, {"nll": -log_probs.sum(), "targets": float(batch.num_targets)})
+                if stats is not None and found is not None:
+                    stats = stats.merge(found)
+        sums = self.ranks.merge(sums)
+        figures = {"loss": sums["nll"] / sums["targets"]} if sums["targets"] else {}
         if stats is not None:
-            figures.update({name: value for name, value in stats.compute().items() if value is not None})
+            reduced = self.ranks.reduce(MTPStats(stats.sums.to(self.device))).compute()
+            figures.update({name: value for name, value in reduced.items() if value is not None})
         return figures
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -295,23 +337,63 @@ class TorchEngine:
     # ---- weights and state
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return named_weights(self.model)
+        return ((name, whole(tensor)) for name, tensor in named_weights(self.model))
 
     def drafter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The MTP block's weights alone, under Hugging Face names."""
         wanted = set(mtp_weight_names(self.model).values()) if isinstance(self.model, MTPCarrier) else set()
-        return ((name, tensor) for name, tensor in self.named_weights() if name in wanted)
+        return ((name, whole(tensor)) for name, tensor in named_weights(self.model) if name in wanted)
 
     def export(self, directory: Path) -> None:
-        self.model.save_pretrained(directory)
+        state_dict = self._state_dict()
+
+        def write() -> None:
+            with failures(directory):
+                self.model.save_pretrained(directory, state_dict=state_dict)
+
+        self.ranks.on_first(write)
 
     def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
-        with whole_directory(directory) as unfinished:
-            # As the modules hold them, so that every name finds its weight again; `export` writes the family's files.
-            self.model.save_pretrained(unfinished, save_original_format=False)
-            write_state(unfinished, self.optimizer, self.scheduler, self.groups.named(), self.global_step, extra or {})
+        state_dict = self._state_dict()
+        moments = optimizer_tensors(self.optimizer, self.groups.named())
+
+        def write() -> None:
+            with whole_directory(directory) as unfinished:
+                # As the modules hold them, so that every name finds its weight again; `export` writes the family's
+                # files.
+                self.model.save_pretrained(unfinished, state_dict=state_dict, save_original_format=False)
+                write_state(
+                    unfinished,
+                    moments,
+                    self.optimizer,
+                    self.scheduler,
+                    self.groups.named(),
+                    self.global_step,
+                    extra or {},
+                )
+
+        self.ranks.on_first(write)
 
     def load(self, directory: Path) -> dict[str, Any]:
-        load_named_weights(self.model, dict(read_weights(directory)))
+        own = dict(named_weights(self.model))
+        given = {name: like(tensor, own[name]) if name in own else tensor for name, tensor in read_weights(directory)}
+        load_named_weights(self.model, given)
         self.global_step, extra = read_state(directory, self.optimizer, self.scheduler, self.groups.named())
         return extra
+
+    def _state_dict(self) -> dict[str, Tensor] | None:
+        """The whole state dict, in rank 0's host memory; None in one process, where the model's own will do."""
+        if self.ranks.size == 1:
+            return None
+        gathered: dict[int, Tensor] = {}  # tied tensors once
+        state_dict = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in gathered:
+                full = whole(tensor.detach()).cpu()
+                gathered[id(tensor)] = full if self.ranks.rank == 0 else full[:0]
+            state_dict[name] = gathered[id(tensor)]
+        return state_dict
+
+
+def _no_loss(log_probs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    return log_probs.sum(), {}

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from forerun.engines.state import read_state, whole_directory, write_state
+from forerun.engines.state import optimizer_tensors, read_state, whole_directory, write_state
 from forerun.errors import ForerunError
 
 
@@ -57,7 +57,7 @@ def test_a_parameter_that_never_had_a_gradient_does_not_stop_a_resume(tmp_path: 
     model["used"](torch.ones(1, 2)).sum().backward()
     optimizer.step()
     named = dict(model.named_parameters())
-    write_state(tmp_path, optimizer, schedule, named, 1, {"place": 7})
+    write_state(tmp_path, optimizer_tensors(optimizer, named), optimizer, schedule, named, 1, {"place": 7})
     again, again_schedule = adam(model)
     assert read_state(tmp_path, again, again_schedule, named) == (1, {"place": 7})
     assert {id(p) for p in again.state} == {id(p) for p in model["used"].parameters()}

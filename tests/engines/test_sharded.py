@@ -1,0 +1,294 @@
+"""The torch engine over several ranks (FSDP2, gloo) trains as one process does: losses, gradients, weights, files.
+
+Both sides are float64. The one process and every rank are handed the same micro-batches; their number is uneven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import forerun
+from forerun.data.batch import Batch
+from forerun.data.packing import Document
+from forerun.engines.data_parallel import ShardingConfig
+from forerun.engines.hidden_cache import HiddenCache
+from forerun.engines.optimizer import OptimizerConfig
+from forerun.engines.protocol import NonFiniteError
+from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
+from forerun.errors import ForerunError, UsageError
+from forerun.models.attach import attach
+from forerun.mtp.config import MTPConfig
+from forerun.trainers.batching import make_rows, micro_batches
+from tests.float64 import with_float64_norms
+from tests.mtp.ranks import Ranks
+
+VOCAB = 31
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how it lies over ranks."""
+
+    depths: int = 1
+    tied: bool = True
+    trunk: str = "dense"
+    repeat: bool = False
+    isolated: bool = False
+    train_trunk: bool = True
+    recompute: bool = False
+    reshard: bool = True
+    replicas: int = 1
+    loss: str = "ce"
+    on_nonfinite: str = "stop"
+
+
+def engine(case: Case, mesh: DeviceMesh | None = None, hidden_cache: HiddenCache | None = None) -> TorchEngine:
+    torch.manual_seed(0)
+    common = {
+        "vocab_size": VOCAB,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.4,
+        "tie_word_embeddings": case.tied,
+    }
+    model: PreTrainedModel
+    if case.trunk == "dense":
+        model = LlamaForCausalLM(LlamaConfig(**common))
+    else:  # two of five experts for each token: five do not divide evenly over ranks
+        routed = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "decoder_sparse_step": 1}
+        config = Qwen3MoeConfig(**common, **routed, norm_topk_prob=True, experts_implementation="eager")
+        model = Qwen3MoeForCausalLM(config)
+    with_float64_norms(model)
+    mtp = MTPConfig(
+        enable=True,
+        enable_train=True,
+        num_layers=case.depths,
+        repeat_layer=case.repeat,
+        detach_encoder=case.isolated,
+        mtp_loss_scaling_factor=0.5,
+        chunk_size=5,
+        loss=case.loss,
+    )
+    model = attach(model.double(), mtp, init="plain", seed=1).double()
+    settings = TorchEngineConfig(
+        optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5),
+        train_trunk=case.train_trunk,
+        chunk_size=5,
+        activation_recompute=case.recompute,
+        on_nonfinite=case.on_nonfinite,
+        sharding=ShardingConfig(reshard_after_forward=case.reshard),
+    )
+    return TorchEngine(model, settings, hidden_cache=hidden_cache, mesh=mesh)
+
+
+def mesh_of(case: Case, group: dist.ProcessGroup) -> DeviceMesh:
+    ranks = torch.arange(group.size())
+    if case.replicas == 1:
+        return DeviceMesh.from_group(group, "cpu", mesh=ranks.tolist())
+    return DeviceMesh("cpu", ranks.view(case.replicas, -1), mesh_dim_names=("replicate", "shard"))
+
+
+def step_batches(step: int) -> list[Batch]:
+    """Packed rows of documents of 2 to 20 tokens, one row for each micro-batch: an odd number, and unlike in length."""
+    draw = torch.Generator().manual_seed(step)
+    documents = []
+    for _ in range(9):
+        length = int(torch.randint(2, 21, (1,), generator=draw))
+        ids = torch.randint(0, VOCAB, (length,), generator=draw).tolist()
+        documents.append(Document(ids, [j >= length // 3 for j in range(length)]))
+    batches = micro_batches(make_rows(documents, max_length=24, packing=True), 1)
+    return batches[: len(batches) - 1 + len(batches) % 2]
+
+
+class MeanLoss:
+    def __init__(self, batches: list[Batch]) -> None:
+        self.targets = sum(batch.num_targets for batch in batches)
+
+    def __call__(self, log_probs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        return -log_probs.sum() / self.targets, {"least_max": -log_probs.detach().min()}
+
+
+def gradients(made: TorchEngine) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in made.model.named_parameters():
+        if parameter.grad is not None:
+            grad: Any = parameter.grad
+            found[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
+    return found
+
+
+def train(made: TorchEngine, steps: int = STEPS, first: int = 0) -> dict[str, Any]:
+    """Everything that a run shows: metrics of every step, the first step's gradients, weights, held-out figures."""
+    reports, grads = [], {}
+    for step in range(first, first + steps):
+        batches = step_batches(step)
+        metrics = made.forward_backward(batches, MeanLoss(batches))
+        grads = grads or gradients(made)
+        reports.append(metrics | made.step())
+    held_out = step_batches(99)
+    return {
+        "reports": reports,
+        "gradients": grads,
+        "weights": {name: tensor.clone() for name, tensor in made.named_weights()},
+        "drafter": [name for name, _ in made.drafter_weights()],
+        "evaluation": made.evaluate(held_out),
+        "log_probs": made.log_probs(held_out, temperature=0.7),
+    }
+
+
+def rank_train(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
+    return train(engine(case, mesh_of(case, group)))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Ranks(4, [2, 4], tmp_path_factory.mktemp("ranks") / "store") as made:
+        yield made
+
+
+def assert_close(found: Any, expected: Any, where: str = "") -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for name in expected:
+            assert_close(found[name], expected[name], f"{where}/{name}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), where
+        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+            assert_close(a, b, f"{where}[{i}]")
+    elif isinstance(expected, Tensor):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9, msg=lambda m: f"{where}: {m}")
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-6, abs=1e-12), where
+    else:
+        assert found == expected, where
+
+
+CASES = {
+    "one depth, tied": (Case(), 2),
+    "two depths, untied": (Case(depths=2, tied=False), 4),
+    "two depths, tied, four ranks": (Case(depths=2), 4),
+    "untied, soft": (Case(tied=False, loss="soft_ce"), 2),
+    "repeated layer": (Case(depths=2, repeat=True), 2),
+    "heads only": (Case(depths=2, isolated=True), 2),
+    "frozen trunk": (Case(depths=2, train_trunk=False, isolated=True), 2),
+    "recompute": (Case(depths=2, recompute=True), 2),
+    "kept after forward": (Case(reshard=False), 2),
+    "replicas": (Case(depths=2, replicas=2), 4),
+    "experts": (Case(depths=2, trunk="moe", tied=False), 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_train_as_one_process_does(name: str, ranks: Ranks) -> None:
+    case, size = CASES[name]
+    alone = train(engine(case))
+    assert any(key.startswith("mtp.") for key in alone["gradients"])
+    for found in ranks.run(rank_train, [case] * size):
+        assert_close(found, alone)
+
+
+def test_the_trunk_of_heads_only_training_is_bit_identical_over_ranks(ranks: Ranks) -> None:
+    """To the same ranks' training with an MTP loss of weight zero."""
+    case = Case(depths=2, isolated=True)
+    (with_heads, without), _ = ranks.run(rank_trunks, [case] * 2)
+    assert with_heads.keys() == without.keys() and len(with_heads) > 10
+    for name in without:
+        assert torch.equal(with_heads[name], without[name]), name
+
+
+def rank_trunks(group: dist.ProcessGroup, case: Case) -> list[dict[str, Tensor]]:
+    trunks = []
+    for factor in (0.5, 0.0):
+        made = engine(case, mesh_of(case, group))
+        made.model.mtp_config.mtp_loss_scaling_factor = factor
+        shown = train(made, 2)
+        trunks.append({n: t for n, t in shown["weights"].items() if n not in shown["drafter"]})
+    return trunks
+
+
+def rank_saves(group: dist.ProcessGroup, argument: tuple[Case, Path, int]) -> Any:
+    """Train to the end, with a checkpoint on the way; or go on from the one that is there."""
+    case, place, saved_at = argument
+    made = engine(case, mesh_of(case, group))
+    if not (place / "checkpoint").exists():
+        train(made, saved_at)
+        made.save(place / "checkpoint", {"place": 3})
+    else:
+        assert made.load(place / "checkpoint") == {"place": 3}
+    shown = train(made, STEPS - saved_at, first=saved_at)
+    made.export(place / f"model-{group.size()}")
+    return shown["weights"]
+
+
+@pytest.mark.parametrize("case", [Case(depths=2), Case(depths=2, trunk="moe", tied=False)], ids=["dense", "experts"])
+def test_a_checkpoint_resumes_on_another_number_of_ranks(case: Case, ranks: Ranks, tmp_path: Path) -> None:
+    alone = train(engine(case))["weights"]
+    for size in (2, 4):
+        for weights in ranks.run(rank_saves, [(case, tmp_path, 2)] * size):
+            assert_close(weights, alone)
+        exported = forerun.load(tmp_path / f"model-{size}", dtype=torch.float64)
+        assert_close(dict(forerun.models.carrier.named_weights(exported)), alone)
+    resumed = engine(case)
+    resumed.load(tmp_path / "checkpoint")
+    assert resumed.global_step == 2
+    assert_close(train(resumed, STEPS - 2, first=2)["weights"], alone)
+
+
+def rank_fails(group: dist.ProcessGroup, argument: tuple[Case, Path]) -> list[str]:
+    case, blocked = argument
+    made = engine(case, mesh_of(case, group))
+    said = []
+    batches = step_batches(0)
+
+    def poisoned(log_probs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = MeanLoss(batches)(log_probs, batch)
+        return (loss * float("nan") if batch is not None and made.ranks.rank == 1 else loss), metrics
+
+    try:
+        made.forward_backward(batches, poisoned)
+    except NonFiniteError as error:
+        said.append(str(error))
+    said.append(str(made.step()["skipped"]))
+    for write in (lambda: made.export(blocked), lambda: made.save(blocked / "checkpoint")):
+        try:
+            write()
+        except ForerunError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_goes_wrong_on_one_rank_is_said_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    """Nobody waits for a rank that has given up."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    for said in ranks.run(rank_fails, [(Case(), blocked)] * 2):
+        assert len(said) == 4 and "loss is not finite" in said[0] and said[1] == "0.0"
+        assert all("cannot write" in line for line in said[2:])
+    for said in ranks.run(rank_fails, [(Case(on_nonfinite="skip"), blocked)] * 2):
+        assert len(said) == 3 and said[0] == "1.0"
+
+
+def test_cached_hiddens_are_for_one_process(ranks: Ranks) -> None:
+    assert ranks.run(rank_caches, [Case(train_trunk=False)] * 2) == [True, True]
+
+
+def rank_caches(group: dist.ProcessGroup, case: Case) -> bool:
+    with pytest.raises(UsageError, match="several ranks"):
+        engine(case, mesh_of(case, group), HiddenCache())
+    return True
