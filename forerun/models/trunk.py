@@ -62,7 +62,11 @@ def project(model: PreTrainedModel, hidden_states: Tensor, vocabulary: Tensor | 
     else:
         bias = None if head.bias is None else head.bias[vocabulary]
         logits = torch.nn.functional.linear(hidden_states, head.weight[vocabulary], bias)
-    config = model.config.get_text_config()
+    return scale_logits(logits, model.config.get_text_config())
+
+
+def scale_logits(logits: Tensor, config: Any) -> Tensor:
+    """What some models' forward does to the LM head's output; `config` is that of the language model."""
     if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
         logits = logits / divisor
     if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere

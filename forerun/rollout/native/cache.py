@@ -1,73 +1,112 @@
-"""The key-value cache: one row per running sequence, every row with a length of its own.
+"""What the engine remembers of running sequences: one row each, every row with a length of its own.
 
-Rolling a row back is not advancing its length: what lies behind it is overwritten before anything attends to it.
+Keys and values lie by position. Rolling a row back is not advancing its length: what lies behind it is overwritten
+before anything attends to it. A recurrent layer's state has no positions; `native.delta_net` rolls it back.
 Running sequences keep to the first rows (a finished one's place is taken by the last), so a step works on views.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-class KVCache:
-    """Keys and values of all layers, [layers, rows, kv_heads, capacity, head_dim].
+class KVShape(NamedTuple):
+    """Of one layer: key-value heads, and how wide a head's key and value are."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+class RowStates(Protocol):
+    """The states of one recurrent layer, a row each, and what the last decoding step would make of them."""
+
+    def copy_row(self, source: int, target: int) -> None: ...
+
+    def commit(self, kept: Sequence[int]) -> None: ...
+
+
+class RowCache:
+    """Keys [rows, heads, capacity, key_dim] and values of every layer that attends; states of every one that recurs.
 
     Args:
-        layers: the trunk's and the drafter's.
         rows: sequences that can run at once.
-        kv_heads: key-value heads per layer.
         capacity: positions per row.
-        head_dim: as the model's.
+        dtype: of keys and values.
+        device: of everything.
+        shapes: of the layers that are known. Another's keys and values are made when it first writes.
     """
 
     def __init__(
         self,
-        layers: int,
         rows: int,
-        kv_heads: int,
         capacity: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        shapes: Mapping[Hashable, KVShape],
     ) -> None:
-        shape = (layers, rows, kv_heads, capacity, head_dim)
-        # Zeros, not empty memory: a masked position contributes 0 * value, and 0 * NaN would be NaN.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.rows = rows
         self.capacity = capacity
+        self.dtype = dtype
+        self.device = device
+        self.shapes: dict[Hashable, KVShape] = {}
+        self.states: dict[Hashable, RowStates] = {}
+        self._layers: dict[Hashable, tuple[Tensor, Tensor]] = {}
+        for layer, shape in shapes.items():
+            self._add(layer, shape)
 
-    def resize(self, rows: int, capacity: int) -> None:
-        """Take another size, and keep the content as far as it fits."""
-        kept, length = min(rows, self.rows), min(capacity, self.capacity)
-        for side in ("keys", "values"):  # one after the other: less memory is held twice
-            old: Tensor = getattr(self, side)
-            new = old.new_zeros((old.shape[0], rows, old.shape[2], capacity, old.shape[4]))
-            new[:, :kept, :, :length] = old[:, :kept, :, :length]
-            setattr(self, side, new)
-        self.rows, self.capacity = rows, capacity
+    def _add(self, layer: Hashable, shape: KVShape) -> None:
+        def made(dim: int) -> Tensor:
+            # Zeros, not empty memory: a masked position contributes 0 * value, and 0 * NaN would be NaN.
+            return torch.zeros(self.rows, shape.heads, self.capacity, dim, dtype=self.dtype, device=self.device)
+
+        self.shapes[layer] = shape
+        self._layers[layer] = made(shape.key_dim), made(shape.value_dim)
+
+    def layer(self, layer: Hashable, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer that is about to write k and v, both [..., heads, dim]."""
+        if layer not in self._layers:
+            self._add(layer, KVShape(k.shape[-2], k.shape[-1], v.shape[-1]))
+        return self._layers[layer]
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of a row, in all layers."""
-        for side in (self.keys, self.values):
-            side[:, target, :, :length] = side[:, source, :, :length]
+        """Copy the first `length` positions of a row, in all layers, and the states as they are."""
+        for sides in self._layers.values():
+            for side in sides:
+                side[target, :, :length] = side[source, :, :length]
+        for states in self.states.values():
+            states.copy_row(source, target)
+
+    def commit(self, kept: Sequence[int]) -> None:
+        """After a step over T positions of rows 0..R-1: row r keeps its first kept[r] >= 1."""
+        for states in self.states.values():
+            states.commit(kept)
 
 
 class Step(Protocol):
-    """What a decoder layer needs to know of a forward: rotary factors, and where keys go and come from.
+    """What a layer needs to know of a forward: where its tokens stand, and where keys go and come from.
 
-    `cos` and `sin` are [R, T, 1, head_dim]; the first half of `sin` carries the minus sign of the rotation.
+    `positions` long [R, T]. `cos` and `sin` are [R, T, 1, head_dim], for the engine's own layers; the first half of
+    `sin` carries the minus sign of the rotation.
     """
 
+    cache: RowCache
+    positions: Tensor
     cos: Tensor
     sin: Tensor
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Write k, v [R, T, kv_heads, D]; q [R, T, heads, D] attends causally -> [R, T, heads * D]."""
+    def attend(
+        self, layer: Hashable, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
+        """Write k, v [R, T, kv_heads, D]; q [R, T, heads, D] attends causally -> [R, T, heads * D].
+
+        With a window, to the last `window` positions only.
+        """
         ...
 
 
@@ -93,34 +132,49 @@ class DecodeStep:
 
     Args:
         cache: the cache.
-        rotary: rotary factors.
+        rotary: rotary factors; None for layers that make their own.
         positions: long [R, T], consecutive in each row.
         live: the largest position + 1, as an int (so that the device need not be asked).
         uniform: all rows hold the same positions.
-        groups: query heads per key-value head.
     """
 
-    def __init__(
-        self, cache: KVCache, rotary: Rotary, positions: Tensor, live: int, uniform: bool, groups: int
-    ) -> None:
-        self.cos, self.sin = rotary.at(positions)
-        rows, new = positions.shape
-        self.rows, self.new, self.live, self.groups = rows, new, live, groups
-        self.keys, self.values = cache.keys[:, :rows], cache.values[:, :rows]
-        self.slot: int | None = live - new if uniform else None
-        self.row_index = torch.arange(rows, device=positions.device)[:, None]
-        self.positions = positions
-        self.mask: Tensor | None = None
-        if new > 1 or not uniform:
-            hidden = torch.arange(live, device=positions.device) > positions[..., None]
-            mask = torch.zeros(rows, new, live, dtype=cache.keys.dtype, device=positions.device)
-            mask.masked_fill_(hidden, -torch.inf)
-            # The query heads that share a key-value head become further query positions of it.
-            self.mask = mask[:, None].expand(-1, groups, -1, -1).reshape(rows, 1, groups * new, live)
+    cos: Tensor
+    sin: Tensor
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        keys, values = self.keys[layer], self.values[layer]
+    def __init__(self, cache: RowCache, rotary: Rotary | None, positions: Tensor, live: int, uniform: bool) -> None:
+        if rotary is not None:
+            self.cos, self.sin = rotary.at(positions)
+        self.rows, self.new = positions.shape
+        self.cache, self.positions, self.live = cache, positions, live
+        self.slot: int | None = live - self.new if uniform else None
+        self.row_index = torch.arange(self.rows, device=positions.device)[:, None]
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def _mask(self, groups: int, window: int | None) -> Tensor | None:
+        """[R, 1, groups * T, live]: the query heads that share a key-value head are further query positions of it."""
+        if window is not None and window >= self.live:
+            window = None
+        if self.new == 1 and self.slot is not None and window is None:
+            return None
+        mask = self._masks.get((groups, window))
+        if mask is None:
+            span = torch.arange(self.live, device=self.positions.device)
+            hidden = span > self.positions[..., None]
+            if window is not None:
+                hidden |= span <= self.positions[..., None] - window
+            mask = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=hidden.device)
+            mask.masked_fill_(hidden, -torch.inf)
+            mask = mask[:, None].expand(-1, groups, -1, -1).reshape(self.rows, 1, groups * self.new, self.live)
+            self._masks[groups, window] = mask
+        return mask
+
+    def attend(
+        self, layer: Hashable, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
+        keys, values = self.cache.layer(layer, k, v)
         rows, new = self.rows, self.new
+        if rows < self.cache.rows:
+            keys, values = keys[:rows], values[:rows]
         if self.slot is not None:
             keys[:, :, self.slot : self.live] = k.transpose(1, 2)
             values[:, :, self.slot : self.live] = v.transpose(1, 2)
@@ -128,15 +182,16 @@ class DecodeStep:
             keys[self.row_index, :, self.positions] = k
             values[self.row_index, :, self.positions] = v
         kv_heads, dim = k.shape[2:]
-        q = q.view(rows, new, kv_heads, self.groups, dim).permute(0, 2, 3, 1, 4)
+        groups = q.shape[2] // kv_heads
+        q = q.view(rows, new, kv_heads, groups, dim).permute(0, 2, 3, 1, 4)
         out = F.scaled_dot_product_attention(
-            q.reshape(rows, kv_heads, self.groups * new, dim),
+            q.reshape(rows, kv_heads, groups * new, dim),
             keys[:, :, : self.live],
             values[:, :, : self.live],
-            attn_mask=self.mask,
+            attn_mask=self._mask(groups, window),
             scale=scale,
         )
-        return out.view(rows, kv_heads, self.groups, new, dim).permute(0, 3, 1, 2, 4).reshape(rows, new, -1)
+        return out.view(rows, kv_heads, groups, new, -1).permute(0, 3, 1, 2, 4).reshape(rows, new, -1)
 
 
 class PrefillStep:
@@ -144,30 +199,49 @@ class PrefillStep:
 
     Args:
         cache: the cache.
-        rotary: rotary factors.
+        rotary: rotary factors; None for layers that make their own.
         pieces: (cache row, first position, number of tokens), in the order in which they are laid.
     """
 
-    def __init__(self, cache: KVCache, rotary: Rotary, pieces: list[tuple[int, int, int]]) -> None:
-        device = cache.keys.device
-        positions = torch.cat([torch.arange(start, start + count) for _, start, count in pieces]).to(device)
-        self.cos, self.sin = (factor[None] for factor in rotary.at(positions))
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, cache: RowCache, rotary: Rotary | None, pieces: Sequence[tuple[int, int, int]]) -> None:
+        positions = torch.cat([torch.arange(start, start + count) for _, start, count in pieces])
+        self.positions = positions.to(cache.device)[None]
+        if rotary is not None:
+            self.cos, self.sin = rotary.at(self.positions)
         self.cache = cache
         self.pieces = pieces
-        # A piece that starts its row is causal; one that continues it sees everything before it, too.
-        self.masks: list[Tensor | None] = []
-        for _, start, count in pieces:
-            span = torch.arange(start + count, device=device)
-            self.masks.append(None if start == 0 else span <= span[start:, None])
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def _mask(self, start: int, count: int, window: int | None) -> Tensor | None:
+        """None for a piece that starts its row: it is causal. One that continues it sees everything before it, too."""
+        if window is not None and window >= start + count:
+            window = None
+        if start == 0 and window is None:
+            return None
+        mask = self._masks.get((start, count, window))
+        if mask is None:
+            span = torch.arange(start + count, device=self.cache.device)
+            mask = span <= span[start:, None]
+            if window is not None:
+                mask &= span > span[start:, None] - window
+            self._masks[start, count, window] = mask
+        return mask
+
+    def attend(
+        self, layer: Hashable, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
         outs = []
         at = 0
-        for (row, start, count), mask in zip(self.pieces, self.masks, strict=True):
-            keys, values = self.cache.keys[layer, row : row + 1], self.cache.values[layer, row : row + 1]
+        all_keys, all_values = self.cache.layer(layer, k, v)
+        for row, start, count in self.pieces:
+            keys, values = all_keys[row : row + 1], all_values[row : row + 1]
             piece = slice(at, at + count)
             keys[:, :, start : start + count] = k[:, piece].transpose(1, 2)
             values[:, :, start : start + count] = v[:, piece].transpose(1, 2)
+            mask = self._mask(start, count, window)
             out = F.scaled_dot_product_attention(
                 q[:, piece].transpose(1, 2),
                 keys[:, :, : start + count],

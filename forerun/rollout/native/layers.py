@@ -1,18 +1,24 @@
-"""A decoder layer of the Llama kind in the engine's own copy: q, k, v in one product, gate and up in another.
+"""The engine's own copy of a model's weights, and the decoder layer of the Llama kind made of it.
 
-The fused weights are laid out so that every weight of the model is a view into the copy. An update under Hugging Face
-names is then a copy into these views, and a digest reads them.
+That layer takes q, k, v from one product, gate and up from another. The fused weights are laid out so that every weight
+of the model is a view into the copy. An update under Hugging Face names is then a copy into these views, and a digest
+reads them.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from forerun.errors import UsageError
+from forerun.models.trunk import scale_logits
+from forerun.rollout.native.attention import ROWS_ATTENTION
 from forerun.rollout.native.cache import Step
 from forerun.rollout.native.products import ProductTable, TunedLinear
 
@@ -20,22 +26,35 @@ from forerun.rollout.native.products import ProductTable, TunedLinear
 class WeightCopies:
     """Copies of a model's weights, and which part of which copy stands for which weight.
 
+    What several places of the model share, the copy shares, too.
+
     Args:
+        model: whose weights.
         dtype: of the copies.
         device: of the copies.
         table: product table for the linear layers.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, table: ProductTable) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, device: torch.device, table: ProductTable) -> None:
         self.dtype = dtype
         self.device = device
         self.table = table
+        self._model_dtype = model.dtype
         self._views: dict[tuple[int, torch.Size], Tensor] = {}
+        self._linears: dict[tuple[int, ...], TunedLinear] = {}
+        self._norms: dict[int, RMSNorm] = {}
+        # What `copy.deepcopy` finds copied already, by the original's id.
+        self._memo: dict[int, Any] = {}
+        for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+            own = copy.deepcopy(config, self._memo)
+            own._attn_implementation = ROWS_ATTENTION
+            self._memo[id(config)] = own
 
-    def copy(self, *parts: Tensor) -> Tensor:
+    def copy(self, *parts: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """One new tensor that holds the parts, concatenated along the first dimension."""
-        rows = sum(part.shape[0] for part in parts)
-        made = torch.empty((rows, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
+        made = torch.empty(
+            (sum(part.shape[0] for part in parts), *parts[0].shape[1:]), dtype=dtype or self.dtype, device=self.device
+        )
         at = 0
         for part in parts:
             view = made[at : at + part.shape[0]]
@@ -50,14 +69,50 @@ class WeightCopies:
 
     def linear(self, *modules: Any) -> TunedLinear:
         """One layer for several linear layers over the same input, outputs concatenated."""
-        biases = [module.bias for module in modules]
-        bias = None if any(b is None for b in biases) else self.copy(*biases)
-        if bias is None and any(b is not None for b in biases):
-            raise UsageError("the native engine cannot fuse projections of which only some have a bias")
-        return TunedLinear(self.copy(*(module.weight for module in modules)), bias, self.table)
+        key = tuple(map(id, modules))
+        if key not in self._linears:
+            biases = [module.bias for module in modules]
+            bias = None if any(b is None for b in biases) else self.copy(*biases)
+            if bias is None and any(b is not None for b in biases):
+                raise UsageError("the native engine cannot fuse projections of which only some have a bias")
+            self._linears[key] = TunedLinear(self.copy(*(module.weight for module in modules)), bias, self.table)
+        return self._linears[key]
 
     def norm(self, module: Any) -> RMSNorm:
-        return RMSNorm(self.copy(module.weight), float(module.variance_epsilon))
+        if id(module) not in self._norms:
+            self._norms[id(module)] = RMSNorm(self.copy(module.weight), float(module.variance_epsilon))
+        return self._norms[id(module)]
+
+    def module(self, original: nn.Module) -> Any:
+        """A module of transformers, copied weight by weight, with attention over rows and tuned linear layers.
+
+        Weights that the model keeps in another dtype than its own (a router's in float32) stay in that.
+        """
+        for tensor in original.state_dict(keep_vars=True).values():
+            if id(tensor) not in self._memo:
+                view = self.view_of(tensor)
+                if view is None:
+                    view = self.copy(tensor, dtype=None if tensor.dtype == self._model_dtype else tensor.dtype)
+                self._memo[id(tensor)] = nn.Parameter(view, False) if isinstance(tensor, nn.Parameter) else view
+        made = copy.deepcopy(original, self._memo).to(device=self.device).eval().requires_grad_(False)
+        for parent in list(made.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear:
+                    bias = None if child.bias is None else child.bias.detach()
+                    setattr(parent, name, TunedLinear(child.weight.detach(), bias, self.table))
+        return made
+
+
+class Head(TunedLinear):
+    """An LM head, with what the model does to its logits."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, table: ProductTable, config: Any) -> None:
+        super().__init__(weight, bias, table)
+        self.config = config
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d] -> logits [..., V]."""
+        return scale_logits(super().forward(x), self.config)
 
 
 class RMSNorm(nn.Module):
@@ -77,11 +132,11 @@ class FusedDecoderLayer(nn.Module):
 
     Args:
         layer: the transformers layer to copy.
-        index: which layer of the cache is its own.
+        index: its name in the cache.
         copies: where the weights go.
     """
 
-    def __init__(self, layer: Any, index: int, copies: WeightCopies) -> None:
+    def __init__(self, layer: Any, index: Hashable, copies: WeightCopies) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self.index = index
