@@ -1,12 +1,14 @@
 """Matrix products with few rows, written in whichever way this machine is fast at.
 
-On a CPU a product of a weight with 2 to 64 rows costs, depending on how it is written and on the shape, between 1.05
-and several times the cost of one row, which decides whether verifying drafts can pay. The same product is therefore
-measured in three spellings and the fastest taken:
+On a CPU a product of a weight with 1 to 128 rows costs, depending on how it is written and on the shape, between one
+and ten times the reading of the weight, which decides how fast decoding is and whether verifying drafts can pay. The
+same product is therefore measured in three spellings and the fastest taken:
 
 - `linear`: F.linear(x, W)
 - `transposed`: (W @ x.T).T
-- `padded`: `transposed` with one more row of zeros, for odd row counts (matrix-vector routines are often the slow ones)
+- `packed`: oneDNN's product over a copy of W in oneDNN's blocked layout; the weight is then held twice
+
+Each may also run with more rows, of zeros, where that is faster: 5 rows can cost less than 1.
 
 The spellings round differently. A forced choice makes runs reproducible where a measured one could flip.
 """
@@ -15,124 +17,186 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Spelling = Literal["linear", "transposed", "padded"]
-Choice = Literal["measure", "linear", "transposed", "padded"]
+Spelling = Literal["linear", "transposed", "packed"]
+Choice = Literal["measure", "linear", "transposed", "packed"]
 
-# Row counts that are measured; a count between two of them takes the next one's spelling, more rows take `linear`.
-MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)
-_REPEATS = 4
-_MAX_WEIGHTS = 6
-
-_Key = tuple[torch.dtype, int, torch.Size, int]
-_measured: dict[_Key, Spelling] = {}
-
-
-def product(x: Tensor, weight: Tensor, spelling: Spelling) -> Tensor:
-    """x [N, I] times weight [O, I] transposed -> [N, O], contiguous."""
-    if spelling == "linear":
-        return F.linear(x, weight)
-    rows = x.shape[0]
-    if spelling == "padded" and rows % 2:
-        return (weight @ F.pad(x, (0, 0, 0, 1)).T).T[:rows].contiguous()
-    return (weight @ x.T).T.contiguous()
+# Row counts that are measured. A count between two of them takes the next one's plan, one above all the last one's.
+MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+_SAMPLES = 6
+# A spelling that is this much slower than the best in its first round is not timed again.
+_HOPELESS = 1.3
+# Rows are added only where that promises to be this much faster: adding them costs something, too.
+_WORTH_PADDING = 0.93
+# As many layers of a shape are timed as hold this many bytes, so that weights come from memory as in a decoding step.
+_TIMED_BYTES = 32 * 2**20
+# The row count that oneDNN lays a packed weight out for. For one it is the plain layout; all others share one, which
+# serves one row as well.
+_PACKED_FOR_ROWS = 32
 
 
-def _bucket(rows: int) -> int:
-    return next(r for r in MEASURED_ROWS if r >= rows)
+class Plan(NamedTuple):
+    """How to compute a product: `rows` is what to fill up to with zeros, 0 for no filling up."""
+
+    spelling: Spelling
+    rows: int = 0
 
 
-class ProductTable:
-    """Which spelling to use for a row count and a weight. One table serves an engine.
-
-    Args:
-        choice: "measure", or one spelling for every product.
-    """
-
-    def __init__(self, choice: Choice = "measure") -> None:
-        self.choice: Choice = choice
-
-    def spelling(self, rows: int, weight: Tensor) -> Spelling:
-        """The spelling for x [rows, I]; `linear` for what was not measured."""
-        if self.choice != "measure":
-            return self.choice
-        if weight.device.type != "cpu" or rows > MEASURED_ROWS[-1]:
-            return "linear"
-        return _measured.get((weight.dtype, torch.get_num_threads(), weight.shape, _bucket(rows)), "linear")
-
-    @torch.no_grad()
-    def measure(self, weights: Sequence[Tensor], max_rows: int) -> bool:
-        """Time every spelling for weights of these shapes and up to max_rows rows; whether anything was new.
-
-        Weights of one shape are cycled through, so that they come from memory and not from the processor's cache, as
-        they do in a decoding step.
-        """
-        if self.choice != "measure":
-            return False
-        shapes: dict[torch.Size, list[Tensor]] = {}
-        for weight in weights:
-            if weight.device.type == "cpu":
-                same = shapes.setdefault(weight.shape, [])
-                if len(same) < _MAX_WEIGHTS:
-                    same.append(weight)
-        fresh = False
-        for shape, same in shapes.items():
-            for rows in MEASURED_ROWS:
-                key = (same[0].dtype, torch.get_num_threads(), shape, rows)
-                if key not in _measured:
-                    _measured[key] = _fastest(same, rows)
-                    fresh = True
-                if rows >= max_rows:
-                    break
-        return fresh
+_Key = tuple[torch.dtype, int, torch.Size]
+_measured: dict[_Key, list[Plan]] = {}
 
 
-def _fastest(weights: list[Tensor], rows: int) -> Spelling:
-    x = torch.randn(rows, weights[0].shape[1], dtype=torch.float32).to(weights[0].dtype)
-    spellings: tuple[Spelling, ...] = ("linear", "transposed", "padded") if rows % 2 else ("linear", "transposed")
-    best = dict.fromkeys(spellings, float("inf"))
-    for _ in range(_REPEATS):  # interleaved: a busy moment of the machine then hits all of them
-        for spelling in spellings:
-            start = time.perf_counter()
-            for weight in weights:
-                product(x, weight, spelling)
-            best[spelling] = min(best[spelling], time.perf_counter() - start)
-    return min(spellings, key=best.__getitem__)
+def can_pack(weight: Tensor) -> bool:
+    """Whether this machine's torch has oneDNN's packed product for the weight."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A copy of a weight [O, I] in oneDNN's layout."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_FOR_ROWS)
+    return packed
+
+
+def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., I] times a packed weight [O, I] transposed, plus bias [O] -> [..., O]."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return out
+
+
+def transposed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., I] times weight [O, I] transposed, plus bias [O] -> [..., O], contiguous."""
+    out = (weight @ x.reshape(-1, x.shape[-1]).T).T.contiguous()
+    if bias is not None:
+        out += bias
+    return out.view(*x.shape[:-1], -1)
 
 
 class TunedLinear(nn.Module):
-    """A linear layer without gradients whose product is looked up in a table.
+    """A linear layer without gradients whose product is written as the table of its engine says.
 
     Args:
         weight: [O, I].
         bias: [O] or None.
-        table: the engine's.
+        table: the engine's; it keeps a list of the layers that use it.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, table: ProductTable) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
-        self.table = table
-        self.plan: list[Spelling] = []
-
-    def prepare(self, max_rows: int) -> None:
-        """Read the table once for every row count up to max_rows, so that a call costs no look-up in it."""
-        self.plan = [self.table.spelling(max(rows, 1), self.weight) for rows in range(max_rows + 1)]
+        # By row count, the last one for more.
+        self.plans = [Plan("linear")]
+        self._packed: Tensor | None = None
+        table.linears.append(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., I] -> [..., O]."""
-        flat = x.reshape(-1, x.shape[-1])
-        rows = flat.shape[0]
-        spelling = self.plan[rows] if rows < len(self.plan) else self.table.spelling(rows, self.weight)
-        if spelling == "linear":
-            return F.linear(x, self.weight, self.bias)
-        out = product(flat, self.weight, spelling)
-        if self.bias is not None:
-            out += self.bias
-        return out.view(*x.shape[:-1], -1)
+        rows = x.numel() // x.shape[-1]
+        spelling, padded = self.plans[rows] if rows < len(self.plans) else self.plans[-1]
+        if padded <= rows:
+            return self.spelled(x, spelling)
+        filled = F.pad(x.reshape(rows, -1), (0, 0, 0, padded - rows))
+        return self.spelled(filled, spelling)[:rows].view(*x.shape[:-1], -1)
+
+    def spelled(self, x: Tensor, spelling: Spelling) -> Tensor:
+        """`forward` in the given spelling."""
+        if spelling == "packed":
+            if self._packed is None:
+                self._packed = pack(self.weight)
+            return packed_product(x, self._packed, self.bias)
+        if spelling == "transposed":
+            return transposed_product(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+    def drop_packed(self) -> None:
+        """Forget the packed copy; it is made again from the weight when it is needed."""
+        self._packed = None
+
+
+class ProductTable:
+    """Which spelling to use for which weight and row count. One table serves an engine.
+
+    Args:
+        choice: "measure", or one spelling for every product (`packed` where the machine has it, else `linear`).
+    """
+
+    def __init__(self, choice: Choice = "measure") -> None:
+        self.choice: Choice = choice
+        self.linears: list[TunedLinear] = []
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Give every layer its plan; measures what this process has not measured yet with this number of threads."""
+        shapes: dict[_Key, list[TunedLinear]] = {}
+        for linear in self.linears:
+            key = (linear.weight.dtype, torch.get_num_threads(), linear.weight.shape)
+            shapes.setdefault(key, []).append(linear)
+        for key, linears in shapes.items():
+            plans = self._plans(key, linears)
+            for linear in linears:
+                linear.plans = plans
+                if all(plan.spelling != "packed" for plan in plans):
+                    linear.drop_packed()
+
+    def drop_packed(self) -> None:
+        """To be called after the weights changed, or to free memory."""
+        for linear in self.linears:
+            linear.drop_packed()
+
+    def _plans(self, key: _Key, linears: list[TunedLinear]) -> list[Plan]:
+        weight = linears[0].weight
+        if self.choice == "packed":
+            return [Plan("packed" if can_pack(weight) else "linear")]
+        if self.choice != "measure":
+            return [Plan(self.choice)]
+        if weight.device.type != "cpu":
+            return [Plan("linear")]
+        if key not in _measured:
+            count = -(-_TIMED_BYTES // (weight.numel() * weight.element_size()))
+            _measured[key] = choose([measure(linears[:count], rows) for rows in MEASURED_ROWS])
+        return _measured[key]
+
+
+def choose(times: Sequence[dict[Spelling, float]]) -> list[Plan]:
+    """The plan for every row count from 0 to the last measured one, from the times at MEASURED_ROWS."""
+    best = [min(at, key=at.__getitem__) for at in times]
+    plans: list[Plan] = []
+    for i, rows in enumerate(MEASURED_ROWS):
+        own, filled = i, min(range(i, len(times)), key=lambda j: times[j][best[j]])
+        if times[filled][best[filled]] < _WORTH_PADDING * times[own][best[own]]:
+            plan = Plan(best[filled], MEASURED_ROWS[filled])
+        else:
+            plan = Plan(best[own])
+        plans += [plan] * (rows + 1 - len(plans))
+    return plans
+
+
+def measure(linears: Sequence[TunedLinear], rows: int) -> dict[Spelling, float]:
+    """Seconds that each spelling takes for a layer of this shape: the fastest call of several over different layers."""
+    weight = linears[0].weight
+    x = torch.randn(rows, weight.shape[1], dtype=torch.float32).to(weight.dtype)
+    spellings: list[Spelling] = ["linear", "transposed"]
+    if can_pack(weight):
+        spellings.append("packed")
+        for linear in linears:
+            linear.spelled(x, "packed")  # the first call packs, which must not be timed
+    best: dict[Spelling, float] = dict.fromkeys(spellings, float("inf"))
+    for _ in range(max(2, -(-_SAMPLES // len(linears)))):
+        for spelling in spellings:
+            for linear in linears:
+                start = time.perf_counter()
+                linear.spelled(x, spelling)
+                best[spelling] = min(best[spelling], time.perf_counter() - start)
+        spellings = [s for s in spellings if best[s] < _HOPELESS * min(best.values())]
+    return best
