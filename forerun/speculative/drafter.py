@@ -48,6 +48,16 @@ class History:
         self.hidden_states = torch.zeros(rows, capacity, size, dtype=dtype, device=device)
         self.next_tokens = torch.zeros(rows, capacity, dtype=torch.long, device=device)
 
+    def resize(self, rows: int, capacity: int) -> None:
+        """Take another size, and keep what the rows hold as far as it fits."""
+        old_rows, old_capacity = self.next_tokens.shape
+        kept, length = min(rows, old_rows), min(capacity, old_capacity)
+        for name in ("hidden_states", "next_tokens"):
+            old: Tensor = getattr(self, name)
+            new = old.new_zeros(rows, capacity, *old.shape[2:])
+            new[:kept, :length] = old[:kept, :length]
+            setattr(self, name, new)
+
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of a row."""
         for kept in (self.hidden_states, self.next_tokens):

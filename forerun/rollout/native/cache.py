@@ -30,6 +30,8 @@ class RowStates(Protocol):
 
     def commit(self, kept: Sequence[int]) -> None: ...
 
+    def resize(self, rows: int) -> None: ...
+
 
 class RowCache:
     """Keys [rows, heads, capacity, key_dim] and values of every layer that attends; states of every one that recurs.
@@ -74,6 +76,14 @@ class RowCache:
             self._add(layer, KVShape(k.shape[-2], k.shape[-1], v.shape[-1]))
         return self._layers[layer]
 
+    def resize(self, rows: int, capacity: int) -> None:
+        """Take another size, and keep what the rows hold as far as it fits."""
+        self.rows, self.capacity = rows, capacity
+        for layer, (keys, values) in self._layers.items():  # one by one: little is held twice
+            self._layers[layer] = resized(keys, rows, capacity), resized(values, rows, capacity)
+        for states in self.states.values():
+            states.resize(rows)
+
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of a row, in all layers, and the states as they are."""
         for sides in self._layers.values():
@@ -86,6 +96,14 @@ class RowCache:
         """After a step over T positions of rows 0..R-1: row r keeps its first kept[r] >= 1."""
         for states in self.states.values():
             states.commit(kept)
+
+
+def resized(old: Tensor, rows: int, capacity: int) -> Tensor:
+    """[rows, heads, capacity, dim] with as much of `old` as fits, and zeros."""
+    kept, length = min(rows, old.shape[0]), min(capacity, old.shape[2])
+    new = old.new_zeros(rows, old.shape[1], capacity, old.shape[3])
+    new[:kept, :, :length] = old[:kept, :, :length]
+    return new
 
 
 class Step(Protocol):

@@ -66,6 +66,14 @@ class DeltaStates:
         self.inputs[target] = self.inputs[source]
         self.memory[target] = self.memory[source]
 
+    def resize(self, rows: int) -> None:
+        kept = min(rows, len(self.inputs))
+        for name in ("inputs", "memory"):
+            old: Tensor = getattr(self, name)
+            new = old.new_zeros(rows, *old.shape[1:])
+            new[:kept] = old[:kept]
+            setattr(self, name, new)
+
     def commit(self, kept: Sequence[int]) -> None:
         """Read the first kept[r] tokens of the last step for good."""
         if self.reads is None:

@@ -85,6 +85,14 @@ class ModelRunner:
             size = self.head.weight.shape[1]
             self.drafter.history = History(rows, capacity, size, self.dtype, self.device)
 
+    def resize(self, rows: int, capacity: int) -> None:
+        """Give the caches another size and keep what the rows hold."""
+        assert self.cache is not None
+        self.cache.resize(rows, capacity)
+        self._rotary = self.trunk.make_rotary(capacity)
+        if self.drafter is not None and self.drafter.history is not None:
+            self.drafter.history.resize(rows, capacity)
+
     def release(self) -> None:
         """Free the caches."""
         self.cache = None
