@@ -14,7 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
+from forerun.algorithms.advantages import AdvEstimator
 from forerun.algorithms.aggregation import LossAggMode
+from forerun.algorithms.importance import ImportanceLevel
+from forerun.algorithms.kl import KLEstimator, KLLossType
+from forerun.algorithms.rejection import Bounds, parse_criteria, parse_range
 from forerun.errors import UsageError
 from forerun.mtp.config import MTPConfig
 
@@ -46,7 +50,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Where examples come from: `.jsonl` or `.parquet` files in the layout that `forerun.data` reads.
+    """Where examples come from: `.jsonl` or `.parquet` files, or data sets of the Hub as `hub:NAME[:CONFIG][:SPLIT]`.
 
     SFT reads conversations (`messages`, or `prompt` and `response`), RL reads verl's columns (`prompt`,
     `reward_model.ground_truth`, `data_source`, `extra_info`).
@@ -62,6 +66,8 @@ class DataConfig:
     # SFT only: tokens a row holds, and whether short documents share one.
     max_length: int = _number(1024, ge=2)
     packing: bool = True
+    # RL with algorithm.filter_groups only: prompts of one generation batch; null takes train_batch_size.
+    gen_batch_size: int | None = _number(None, ge=1)
     # A document longer than max_length (SFT), or a prompt longer than rollout.max_prompt_length (RL; not truncate).
     on_too_long: Literal["error", "skip", "truncate"] = "error"
 
@@ -150,16 +156,112 @@ class RolloutConfig:
 
 
 @dataclass
-class AlgorithmConfig:
-    """The policy-gradient estimator. Clipping bounds of 0.2 and 0.2 are PPO's, 0.2 and 0.28 are DAPO's."""
+class FilterGroupsConfig:
+    """DAPO's dynamic sampling: groups with nothing to learn from are dropped and further prompts drawn in their place.
 
-    adv_estimator: Literal["grpo"] = "grpo"
+    A step trains on `train_batch_size` groups; what was sampled beyond that is dropped too.
+    """
+
+    enable: bool = False
+    # What must differ within a group: "reward" (the overlong penalty included, KL not), "acc" (the reward's own score),
+    # or a numeric field of the dict that the reward function returns.
+    metric: str = "reward"
+    # Generation batches for one step; 0 sets no limit. With fewer groups by then the step trains on those.
+    max_num_gen_batches: int = _number(10, ge=0)
+
+
+@dataclass
+class KLControlConfig:
+    """The coefficient of the KL penalty in the reward; fixed."""
+
+    kl_coef: float = _number(0.001, gt=0)
+
+
+@dataclass
+class RolloutCorrectionConfig:
+    """The gap between the rollout's and the trainer's log-probs: weights, rejection, or neither (verl's names)."""
+
+    rollout_is: ImportanceLevel | None = None
+    # The largest weight; a range, "0.5_5.0", gives weights outside it 0 (quote it in YAML).
+    rollout_is_threshold: str = "2.0"
+    # Criteria separated by commas (`forerun.algorithms.rejection`), and one threshold for all or one for each.
+    rollout_rs: str | None = None
+    rollout_rs_threshold: str | None = None
+    # Take the rollout's log-probs for the old policy's: the clipped ratio then covers the gap, and saves a forward.
+    bypass_mode: bool = False
+
+    def validate(self, prefix: str) -> None:
+        upper, _ = self.importance_bounds(prefix)
+        if upper < 1:
+            raise UsageError(
+                f"{prefix}rollout_is_threshold={self.rollout_is_threshold} must be at least 1, or a range such as "
+                "'0.5_5.0', in quotes: without them YAML reads 0.5_5 as 0.55"
+            )
+        if (self.rollout_rs is None) != (self.rollout_rs_threshold is None):
+            raise UsageError(f"{prefix}rollout_rs and {prefix}rollout_rs_threshold go together: set both or neither")
+        self.criteria(prefix)
+        if self.bypass_mode and (self.rollout_is is not None or self.rollout_rs is not None):
+            raise UsageError(
+                f"{prefix}bypass_mode=true leaves rollout_is and rollout_rs nothing to correct: the old policy is the "
+                "rollout's own; unset one or the other"
+            )
+
+    def importance_bounds(self, prefix: str = "") -> tuple[float, float | None]:
+        """(upper, lower) of `importance_weights`."""
+        try:
+            lower, upper = parse_range(self.rollout_is_threshold)
+        except ValueError as error:
+            raise UsageError(f"{prefix}rollout_is_threshold: {error}") from None
+        return upper, lower
+
+    def criteria(self, prefix: str = "") -> dict[str, Bounds]:
+        """The criteria of `rejection_mask`; none where nothing is rejected."""
+        if self.rollout_rs is None or self.rollout_rs_threshold is None:
+            return {}
+        try:
+            return parse_criteria(self.rollout_rs, self.rollout_rs_threshold)
+        except ValueError as error:
+            raise UsageError(f"{prefix}rollout_rs with {prefix}rollout_rs_threshold: {error}") from None
+
+
+@dataclass
+class AlgorithmConfig:
+    """The policy-gradient estimator (docs/algorithms.md). Clip ratios of 0.2 and 0.2 are PPO's, 0.2 and 0.28 DAPO's."""
+
+    adv_estimator: AdvEstimator = "grpo"
+    # false is Dr. GRPO's, with loss_agg_mode=seq-mean-token-sum-norm.
     norm_adv_by_std_in_grpo: bool = True
+    # gspo: one ratio for each sequence; it has no dual clip and leaves clip_ratio_c alone.
+    loss_mode: Literal["vanilla", "gspo"] = "vanilla"
     clip_ratio_low: float = _number(0.2, gt=0, lt=1)
     clip_ratio_high: float = _number(0.2, gt=0)
+    # Dual clip: no loss at a negative advantage is larger than -clip_ratio_c times it; null switches it off.
+    clip_ratio_c: float | None = _number(3.0, gt=1)
     loss_agg_mode: LossAggMode = "token-mean"
-    # Cap of truncated importance weights for the gap between rollout and trainer log-probs; null leaves the gap alone.
-    tis_imp_ratio_cap: float | None = _number(None, gt=0)
+    # Of seq-mean-token-sum-norm; null takes rollout.max_response_length.
+    loss_scale_factor: float | None = _number(None, gt=0)
+    # KL against the policy that the run started from, which is kept beside the model (its memory once more): as a
+    # penalty in the reward (kl_penalty, kl_ctrl), or as a term of the loss.
+    use_kl_in_reward: bool = False
+    kl_penalty: KLEstimator = "kl"
+    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    use_kl_loss: bool = False
+    kl_loss_coef: float = _number(0.001, gt=0)
+    kl_loss_type: KLLossType = "low_var_kl"
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+
+    def validate(self, prefix: str) -> None:
+        if self.loss_scale_factor is not None and self.loss_agg_mode != "seq-mean-token-sum-norm":
+            raise UsageError(
+                f"{prefix}loss_scale_factor is of {prefix}loss_agg_mode=seq-mean-token-sum-norm, not of "
+                f"{self.loss_agg_mode}: unset it, or change the mode"
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the policy that the run started from must be kept."""
+        return self.use_kl_in_reward or self.use_kl_loss
 
 
 @dataclass
@@ -251,8 +353,12 @@ class RLConfig:
             )
         if self.data.on_too_long == "truncate":
             raise UsageError("data.on_too_long=truncate would cut off what a prompt ends with: use error or skip")
-        if self.algorithm.adv_estimator == "grpo" and self.rollout.n < 2:
-            raise UsageError("rollout.n=1 gives grpo nothing to compare a response with: use at least 2")
+        if self.rollout.n < 2:
+            raise UsageError(
+                f"rollout.n=1 gives {self.algorithm.adv_estimator} nothing to compare a response with: use at least 2"
+            )
+        if self.data.gen_batch_size is not None and not self.algorithm.filter_groups.enable:
+            raise UsageError("data.gen_batch_size is of algorithm.filter_groups.enable=true: set both or neither")
         buffer, limit = self.reward.overlong_buffer, self.rollout.max_response_length
         if buffer.enable and buffer.len > limit:
             raise UsageError(
@@ -281,7 +387,7 @@ def check(config: Any, prefix: str = "") -> None:
         if is_dataclass(value):
             check(value, key + ".")
             continue
-        if typing.get_origin(hints[item.name]) is Literal and value not in typing.get_args(hints[item.name]):
+        if not _is_choice(value, hints[item.name]):
             raise UsageError(f"{key}={value!r} must be {type_name(hints[item.name])}")
         _check_bounds(key, value, item.metadata)
     if not hasattr(config, "validate"):
@@ -293,6 +399,14 @@ def check(config: Any, prefix: str = "") -> None:
             raise UsageError(str(error)) from error
     else:
         config.validate(prefix)
+
+
+def _is_choice(value: Any, hint: Any) -> bool:
+    """Whether a value is one that its Literal, or Literal or None, names; True of every other type."""
+    choices = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is Literal]
+    if not choices or (value is None and type(None) in typing.get_args(hint)):
+        return True
+    return any(value in typing.get_args(choice) for choice in choices)
 
 
 def _check_bounds(key: str, value: Any, bounds: Mapping[str, Any]) -> None:

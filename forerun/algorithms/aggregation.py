@@ -13,7 +13,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+from forerun.algorithms.sequences import sequence_index
+
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,10 @@ class LossCounts:
 
 def count_targets(mask: Tensor, document_ids: Tensor) -> LossCounts:
     """Counts of one batch whose documents are whole: `mask` bool [B, S], `document_ids` long [B, S] (-1 on padding)."""
-    runs = _runs(document_ids)
+    runs = sequence_index(document_ids)
     has_target = torch.zeros(int(runs.max()) + 1, dtype=torch.bool, device=mask.device)
     has_target[runs[mask]] = True
     return LossCounts(int(mask.sum()), int(has_target.sum()))
-
-
-def sequence_lengths(mask: Tensor, document_ids: Tensor) -> Tensor:
-    """For every token the number of supervised tokens in its document: long [B, S]; documents must be whole."""
-    runs = _runs(document_ids)
-    lengths = torch.zeros(int(runs.max()) + 1, dtype=torch.long, device=mask.device)
-    lengths.index_add_(0, runs.flatten(), mask.flatten().long())
-    return lengths[runs]
 
 
 def aggregate_loss(
@@ -58,11 +52,13 @@ def aggregate_loss(
 ) -> Tensor:
     """This part's share of the global loss, under verl's `loss_agg_mode` names.
 
-    token-mean:               sum of all tokens / tokens of the global batch (DAPO)
+    token-mean:               sum of all tokens / tokens of the global batch (DAPO, arXiv 2503.14476, section 3.3)
+    token-sum:                sum of all tokens
     seq-mean-token-sum:       sum of all tokens / sequences of the global batch
-    seq-mean-token-mean:      sum over sequences of their token mean / sequences of the global batch (GRPO)
-    seq-mean-token-sum-norm:  sum of all tokens / (sequences of the global batch x loss_scale_factor) (Dr. GRPO, where
-                              the factor is the longest response allowed)
+    seq-mean-token-mean:      sum over sequences of their token mean / sequences of the global batch (GRPO,
+                              arXiv 2402.03300, eq. 3)
+    seq-mean-token-sum-norm:  sum of all tokens / (sequences of the global batch x loss_scale_factor) (Dr. GRPO,
+                              arXiv 2503.20783, section 3.2, where the factor is the longest response allowed)
 
     Args:
         losses: float [...], per token.
@@ -85,6 +81,8 @@ def aggregate_loss(
     kept = torch.where(mask, losses, 0.0)
     if mode == "token-mean":
         return kept.sum() / max(counts.tokens, 1)
+    if mode == "token-sum":
+        return kept.sum()
     if mode == "seq-mean-token-mean":
         if lengths is None:
             raise ValueError("loss_agg_mode=seq-mean-token-mean needs lengths, the supervised tokens of each sequence")
@@ -95,10 +93,3 @@ def aggregate_loss(
             raise ValueError("loss_agg_mode=seq-mean-token-sum-norm needs loss_scale_factor, e.g. the longest response")
         total = total / loss_scale_factor
     return total
-
-
-def _runs(document_ids: Tensor) -> Tensor:
-    """Number the runs of equal ids, row by row, so that ids need not be unique across rows: long [B, S]."""
-    starts = torch.ones_like(document_ids)
-    starts[:, 1:] = (document_ids[:, 1:] != document_ids[:, :-1]).long()
-    return (starts.flatten().cumsum(0) - 1).view_as(document_ids)

@@ -3,36 +3,59 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from forerun.algorithms.sequences import over_sequences
 
-def truncated_importance_weights(
-    trainer_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, cap: float = 2.0
+# exp of more than this is no weight any more.
+LOG_RATIO_BOUND = 20.0
+ImportanceLevel = Literal["token", "sequence"]
+
+
+def importance_weights(
+    trainer_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    document_ids: Tensor,
+    level: ImportanceLevel = "token",
+    upper: float = 2.0,
+    lower: float | None = None,
 ) -> Tensor:
-    """min(pi_trainer / pi_rollout, cap) per token, a constant factor for the policy loss.
+    """pi_trainer / pi_rollout per token or per sequence, truncated: a constant factor for the policy loss.
 
     Corrects for tokens having been sampled by another implementation (or another version) of the policy than the one
-    that the trainer differentiates (truncated importance sampling; Ionides 2008; in verl `rollout_is=token`).
+    that the trainer differentiates. With `upper` alone min(ratio, upper), truncated importance sampling (Ionides 2008);
+    with `lower` too, ratios outside [lower, upper] weigh 0 (IcePop). verl's `rollout_correction.rollout_is` and
+    `rollout_is_threshold`.
 
     Args:
-        trainer_log_probs: float [...], the old policy as the trainer computes it.
+        trainer_log_probs: float [B, S], the old policy as the trainer computes it.
         rollout_log_probs: float, same shape, as the rollout engine reported them.
         mask: bool, same shape; other tokens get weight 0.
-        cap: the largest weight.
+        document_ids: long, same shape; documents must be whole for level "sequence".
+        level: "token": a token's own ratio (biased, little variance); "sequence": the product of its sequence's ratios
+            (unbiased, more variance).
+        upper: the largest weight.
+        lower: the least weight that counts; None keeps all.
 
     Returns:
-        float [...], without a graph.
+        [B, S], the log-probs' dtype, without a graph.
 
     Raises:
-        ValueError: cap is not positive.
+        ValueError: bounds that are not positive or not in order.
     """
-    if cap <= 0:
-        raise ValueError(f"cap={cap} must be positive")
-    difference = (trainer_log_probs - rollout_log_probs).detach().float()
-    weights = difference.clamp(-20.0, 20.0).exp().clamp(max=cap)
-    return torch.where(mask, weights, 0.0)
+    if upper <= 0 or (lower is not None and not 0 < lower <= upper):
+        raise ValueError(f"importance weights are bounded by 0 < lower <= upper, not lower={lower}, upper={upper}")
+    log_ratio = torch.where(mask, trainer_log_probs - rollout_log_probs, 0.0).detach()
+    if level == "sequence":
+        log_ratio = over_sequences(log_ratio, mask, document_ids, "sum")
+    weights = torch.where(mask, log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(), 0.0)
+    if lower is None:
+        return weights.clamp(max=upper)
+    return torch.where((weights >= lower) & (weights <= upper), weights, 0.0)
 
 
 @dataclass

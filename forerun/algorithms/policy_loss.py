@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.algorithms.sequences import over_sequences
+
 
 @dataclass
 class PolicyStats:
@@ -63,6 +65,7 @@ def policy_loss(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float | None = 3.0,
     importance_weights: Tensor | None = None,
+    log_ratio: Tensor | None = None,
 ) -> PolicyLoss:
     """Clipped surrogate loss with separate clip bounds and dual clipping.
 
@@ -77,7 +80,8 @@ def policy_loss(
         mask: bool, same shape; tokens that the policy wrote.
         clip_ratio_low, clip_ratio_high: how far the ratio may fall below or rise above 1.
         clip_ratio_c: the dual-clip bound, > 1; None switches it off.
-        importance_weights: float, same shape, constants that multiply the loss (`truncated_importance_weights`).
+        importance_weights: float, same shape, constants that multiply the loss (`importance.importance_weights`).
+        log_ratio: float, same shape, with a graph; log r where it is not log_prob - old_log_prob (`gspo_log_ratio`).
 
     Raises:
         ValueError: shapes that differ, or a bound out of range.
@@ -93,7 +97,8 @@ def policy_loss(
         raise ValueError(f"clip_ratio_c={clip_ratio_c} must be greater than 1, or null to switch dual clipping off")
 
     # Outside the mask anything may stand, NaN included; a zero there keeps it out of values and gradients alike.
-    log_ratio = torch.where(mask, log_probs - old_log_probs, 0.0)
+    token_log_ratio = torch.where(mask, log_probs - old_log_probs, 0.0)
+    log_ratio = token_log_ratio if log_ratio is None else torch.where(mask, log_ratio, 0.0)
     advantages = torch.where(mask, advantages, 0.0)
     ratio = log_ratio.clamp(-20.0, 20.0).exp()
     plain = -advantages * ratio
@@ -112,7 +117,26 @@ def policy_loss(
             num_tokens=int(mask.sum()),
             clipped=int(((clipped > plain) & mask).sum()),
             clipped_lower=int(lower.sum()),
-            sum_kl=float(-log_ratio.double().sum()),
+            sum_kl=float(-token_log_ratio.double().sum()),
             sum_ratio=float(torch.where(mask, ratio, 0.0).double().sum()),
         )
     return PolicyLoss(losses, stats)
+
+
+def gspo_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, document_ids: Tensor) -> Tensor:
+    """GSPO's importance ratio, in logs: the sequence's geometric mean at each of its tokens.
+
+    log s = sg[mean over the sequence of (log_prob - old_log_prob)] + log_prob - sg[log_prob], at most 10; sg stops the
+    gradient (GSPO-token, arXiv 2507.18071, section 4.3; verl's `gspo`). GSPO has no dual clip: `clip_ratio_c=None`.
+
+    Args:
+        log_probs: float [B, S] with a graph.
+        old_log_probs: float, same shape.
+        mask: bool, same shape.
+        document_ids: long, same shape; documents must be whole.
+
+    Returns:
+        [B, S], for `policy_loss`.
+    """
+    mean = over_sequences((log_probs - old_log_probs).detach(), mask, document_ids, "mean")
+    return (log_probs - log_probs.detach() + mean).clamp(max=10.0)

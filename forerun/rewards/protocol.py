@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,8 +31,9 @@ class RewardRequest:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A score, and what went wrong if something did.
+    """A score, what else the function told, and what went wrong if something did.
 
+    `fields` are the numbers of a dict that the function returned, "score" aside: they become metrics `reward/NAME`.
     `event` is None, "exception", "timeout", "died" (the worker process ended) or "not_a_number"; with an event the
     score is 0. `detail` is one line for the log.
     """
@@ -39,3 +41,4 @@ class RewardResult:
     score: float
     event: str | None = None
     detail: str = ""
+    fields: Mapping[str, float] = field(default_factory=dict)

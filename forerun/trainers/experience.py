@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from forerun.algorithms.advantages import grpo_advantages
-from forerun.config import OverlongBufferConfig
+from forerun.algorithms.advantages import advantages
+from forerun.algorithms.filtering import informative_groups
+from forerun.config import AlgorithmConfig, OverlongBufferConfig
 from forerun.data.batch import Batch
 from forerun.data.chat import response_document
 from forerun.data.packing import pack
 from forerun.data.prompts import Prompt
+from forerun.errors import UsageError
 from forerun.rewards.overlong import overlong_penalty
 from forerun.rewards.protocol import RewardResult
 from forerun.rollout.protocol import Completion
@@ -23,13 +25,17 @@ Figures = dict[str, float | None]
 
 @dataclass
 class Sample:
-    """One response. `group` is the index of its prompt within the step; `text` is what the reward saw."""
+    """One response. `group` is the index of its prompt within the step; `text` is what the reward saw.
+
+    `overlong_penalty` is in the reward's score already.
+    """
 
     prompt: Prompt
     group: int
     completion: Completion
     text: str
     reward: RewardResult
+    overlong_penalty: float = 0.0
     advantage: float = 0.0
 
 
@@ -39,26 +45,64 @@ def shape_rewards(samples: Sequence[Sample], buffer: OverlongBufferConfig, max_r
         return
     for sample in samples:
         length = len(sample.completion.token_ids)
-        penalty = overlong_penalty(length, max_response_length, buffer.len, buffer.penalty_factor)
-        sample.reward = replace(sample.reward, score=sample.reward.score + penalty)
+        sample.overlong_penalty = overlong_penalty(length, max_response_length, buffer.len, buffer.penalty_factor)
+        sample.reward = replace(sample.reward, score=sample.reward.score + sample.overlong_penalty)
 
 
-def set_advantages(samples: Sequence[Sample], normalize_by_std: bool) -> None:
-    """Group-relative advantages from the rewards, in place (see `grpo_advantages`)."""
+def informative_samples(samples: Sequence[Sample], metric: str) -> list[Sample]:
+    """The samples of groups whose `metric` is not the same for all (`algorithm.filter_groups.metric`).
+
+    Raises:
+        UsageError: no reward has such a field.
+    """
+    values = [_metric(sample, metric) for sample in samples]
+    if all(value is None for value in values):
+        fields = {name for sample in samples for name in sample.reward.fields}
+        raise UsageError(
+            f"algorithm.filter_groups.metric={metric}: the reward function returns no such field; "
+            f"there are {', '.join(sorted({'reward', 'acc', *fields}))}"
+        )
+    # A reward that failed has no fields, and a score of 0.
+    known = torch.tensor([0.0 if value is None else value for value in values], dtype=torch.float64)
+    kept = informative_groups(known, torch.tensor([sample.group for sample in samples]))
+    return [sample for sample, keep in zip(samples, kept.tolist(), strict=True) if keep]
+
+
+def _metric(sample: Sample, name: str) -> float | None:
+    if name == "reward":
+        return sample.reward.score
+    if name == "acc" and not sample.reward.fields:
+        return sample.reward.score - sample.overlong_penalty
+    return sample.reward.fields.get(name)
+
+
+def set_advantages(
+    samples: Sequence[Sample], algorithm: AlgorithmConfig, penalties: Sequence[float] | None = None
+) -> None:
+    """Advantages from the rewards, in place (see `forerun.algorithms.advantages`).
+
+    `penalties`, one for each sample, are taken from the rewards first.
+    """
     rewards = torch.tensor([sample.reward.score for sample in samples], dtype=torch.float64)
+    if penalties is not None:
+        rewards -= torch.tensor(penalties, dtype=torch.float64)
     groups = torch.tensor([sample.group for sample in samples])
-    for sample, advantage in zip(samples, grpo_advantages(rewards, groups, normalize_by_std).tolist(), strict=True):
+    found = advantages(rewards, groups, algorithm.adv_estimator, algorithm.norm_adv_by_std_in_grpo)
+    for sample, advantage in zip(samples, found.tolist(), strict=True):
         sample.advantage = advantage
 
 
 def sample_batches(samples: Sequence[Sample], micro_batch_size: int, temperature: float) -> list[Batch]:
     """Micro-batches of at most `micro_batch_size` responses each, packed; longest responses first.
 
-    The extras are advantages and rollout_log_probs (at the sampling temperature), on the response's tokens.
+    The extras are advantages, rollout_log_probs (at the sampling temperature) and sample (which of `samples` it is), on
+    the response's tokens.
     """
     # An engine may report both; without a temperature the unfiltered one is what a trainer computes too.
     raw = temperature == 1.0
-    ordered = sorted(samples, key=lambda s: -len(s.completion.prompt_token_ids) - len(s.completion.token_ids))
+    ordered = sorted(
+        enumerate(samples), key=lambda s: -len(s[1].completion.prompt_token_ids) - len(s[1].completion.token_ids)
+    )
     batches = []
     for start in range(0, len(ordered), micro_batch_size):
         documents = [
@@ -68,9 +112,10 @@ def sample_batches(samples: Sequence[Sample], micro_batch_size: int, temperature
                 {
                     "advantages": sample.advantage,
                     "rollout_log_probs": _log_probs(sample.completion, raw),
+                    "sample": index,
                 },
             )
-            for sample in ordered[start : start + micro_batch_size]
+            for index, sample in ordered[start : start + micro_batch_size]
         ]
         longest = max(len(document) for document in documents)
         batches += pack(documents, longest, len(documents))
@@ -98,6 +143,10 @@ def rollout_figures(samples: Sequence[Sample]) -> Figures:
         "response_length_max": float(max(lengths)),
         "response_clip_ratio": statistics.fmean(s.completion.finish_reason == "length" for s in samples),
     }
+    for name in sorted({name for sample in samples for name in sample.reward.fields}):
+        figures[f"reward/{name}"] = statistics.fmean(s.reward.fields[name] for s in samples if name in s.reward.fields)
+    if any(sample.overlong_penalty for sample in samples):
+        figures["overlong_penalty_mean"] = statistics.fmean(sample.overlong_penalty for sample in samples)
     return figures | speculation_figures([sample.completion for sample in samples])
 
 

@@ -6,22 +6,26 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from forerun.algorithms.aggregation import LossCounts, aggregate_loss, count_targets, sequence_lengths
-from forerun.algorithms.importance import LogProbGap, truncated_importance_weights
-from forerun.algorithms.policy_loss import PolicyStats, policy_loss
+from forerun.algorithms.aggregation import LossCounts, aggregate_loss, count_targets
+from forerun.algorithms.importance import LogProbGap, importance_weights
+from forerun.algorithms.kl import kl_estimate
+from forerun.algorithms.policy_loss import PolicyStats, gspo_log_ratio, policy_loss
+from forerun.algorithms.rejection import rejection_mask
+from forerun.algorithms.sequences import sequence_lengths
 from forerun.config import AlgorithmConfig
 from forerun.data.batch import Batch
 from forerun.engines.protocol import predicted_mask
 
 
 class PolicyObjective:
-    """The clipped surrogate of one optimizer step, normalised over all its micro-batches.
+    """The clipped surrogate of one optimizer step, and its KL term, normalised over all its micro-batches.
 
     Args:
-        batches: every micro-batch of the step; extras advantages and rollout_log_probs, and old_log_probs unless the
-            step is the first on its samples (then the old policy is the current one).
-        algorithm: clipping, aggregation, and the cap of truncated importance weights.
-        max_response_length: the constant of seq-mean-token-sum-norm.
+        batches: every micro-batch of the step; extras advantages and rollout_log_probs; old_log_probs unless the step
+            is the first on its samples (then the old policy is the current one), and always where samples are
+            rejected; ref_log_probs for a KL loss.
+        algorithm: see docs/algorithms.md.
+        max_response_length: the constant of seq-mean-token-sum-norm where `loss_scale_factor` is not set.
 
     Attributes:
         stats, gap: sums over the micro-batches seen.
@@ -29,41 +33,80 @@ class PolicyObjective:
 
     def __init__(self, batches: Sequence[Batch], algorithm: AlgorithmConfig, max_response_length: int) -> None:
         self.algorithm = algorithm
-        self.max_response_length = max_response_length
+        self.loss_scale_factor = algorithm.loss_scale_factor or max_response_length
+        self.criteria = algorithm.rollout_correction.criteria()
         self.counts = LossCounts()
+        self.sampled_tokens = 0
         for batch in batches:
-            self.counts += count_targets(predicted_mask(batch), batch.document_ids)
+            # Rejected tokens are gone from the denominators too.
+            self.counts += count_targets(self._mask(batch), batch.document_ids)
+            self.sampled_tokens += batch.num_targets
         self.stats = PolicyStats()
         self.gap = LogProbGap()
 
     def __call__(self, log_probs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        mask = predicted_mask(batch)
+        algorithm, mask, ids = self.algorithm, self._mask(batch), batch.document_ids
         old = batch.extras.get("old_log_probs", log_probs.detach())
-        rollout = batch.extras["rollout_log_probs"]
-        weights = None
-        if (cap := self.algorithm.tis_imp_ratio_cap) is not None:
-            weights = truncated_importance_weights(old, rollout, mask, cap)
+        sequence_ratio = algorithm.loss_mode == "gspo"
         result = policy_loss(
             log_probs,
             old,
             batch.extras["advantages"],
             mask,
-            self.algorithm.clip_ratio_low,
-            self.algorithm.clip_ratio_high,
-            importance_weights=weights,
+            algorithm.clip_ratio_low,
+            algorithm.clip_ratio_high,
+            None if sequence_ratio else algorithm.clip_ratio_c,
+            importance_weights=self._weights(old, mask, batch),
+            log_ratio=gspo_log_ratio(log_probs, old, mask, ids) if sequence_ratio else None,
         )
         self.stats += result.stats
-        self.gap += LogProbGap.measure(old, rollout, mask)
-        loss = aggregate_loss(
-            result.losses,
+        trainers = log_probs if algorithm.rollout_correction.bypass_mode else old
+        self.gap += LogProbGap.measure(trainers, batch.extras["rollout_log_probs"], predicted_mask(batch))
+        loss = self._aggregate(result.losses, mask, ids)
+        if not algorithm.use_kl_loss:
+            return loss, {}
+        kl = self._aggregate(
+            kl_estimate(log_probs, batch.extras["ref_log_probs"], mask, algorithm.kl_loss_type), mask, ids
+        )
+        return loss + algorithm.kl_loss_coef * kl, {"pg_loss": loss.detach(), "kl_loss": kl.detach()}
+
+    def figures(self) -> dict[str, float | None]:
+        """pg_clipfrac, ppo_kl, ..., log_prob_gap_mean, log_prob_gap_max, rollout_kl; rollout_rs_masked_fraction."""
+        figures = {**self.stats.compute(), **self.gap.compute()}
+        if self.criteria:
+            figures["rollout_rs_masked_fraction"] = 1 - self.counts.tokens / self.sampled_tokens
+        return figures
+
+    def _mask(self, batch: Batch) -> Tensor:
+        """bool [B, S]: the tokens that are learned from."""
+        mask = predicted_mask(batch)
+        if not self.criteria:
+            return mask
+        old, rollout = batch.extras["old_log_probs"], batch.extras["rollout_log_probs"]
+        return rejection_mask(old, rollout, mask, batch.document_ids, self.criteria)
+
+    def _weights(self, old: Tensor, mask: Tensor, batch: Batch) -> Tensor | None:
+        correction = self.algorithm.rollout_correction
+        if correction.rollout_is is None:
+            return None
+        upper, lower = correction.importance_bounds()
+        # Of the whole sequence, rejected tokens included: they were sampled.
+        return importance_weights(
+            old,
+            batch.extras["rollout_log_probs"],
+            predicted_mask(batch),
+            batch.document_ids,
+            correction.rollout_is,
+            upper,
+            lower,
+        )
+
+    def _aggregate(self, losses: Tensor, mask: Tensor, document_ids: Tensor) -> Tensor:
+        return aggregate_loss(
+            losses,
             mask,
             self.algorithm.loss_agg_mode,
             self.counts,
-            sequence_lengths(mask, batch.document_ids),
-            self.max_response_length,
+            sequence_lengths(mask, document_ids),
+            self.loss_scale_factor,
         )
-        return loss, {}
-
-    def figures(self) -> dict[str, float | None]:
-        """pg_clipfrac, ppo_kl, ..., log_prob_gap_mean, log_prob_gap_max, rollout_kl."""
-        return {**self.stats.compute(), **self.gap.compute()}

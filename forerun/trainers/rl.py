@@ -12,14 +12,12 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from forerun.config import RLConfig
-from forerun.data.batch import Batch
 from forerun.data.chat import encode_prompt, stop_token_ids
 from forerun.data.order import DataOrder
 from forerun.data.prompts import Prompt, read_prompts
@@ -35,13 +33,13 @@ from forerun.rollout.sync import digest
 from forerun.trainers.alarms import Alarms
 from forerun.trainers.experience import (
     Sample,
+    informative_samples,
     rollout_figures,
-    sample_batches,
     set_advantages,
     shape_rewards,
     text_table,
 )
-from forerun.trainers.policy_objective import PolicyObjective
+from forerun.trainers.policy_update import PolicyUpdate, ReferencePolicy, frozen_copy
 from forerun.trainers.setup import (
     SAMPLES_FILE,
     RunDirectory,
@@ -76,10 +74,11 @@ class RLTrainer:
             training engine's before the first rollout and after every update.
         reward: in place of the function that `reward.function` names.
         tokenizer: in place of the one at `model.path`.
+        reference: for the KL terms, in place of a frozen copy of the model as the run starts.
 
     Attributes:
         rl_step: rollouts that were trained on.
-        samples: the last step's responses with rewards and advantages.
+        samples: the responses that the last step trained on, with rewards and advantages.
         alarms: what was raised so far.
 
     Raises:
@@ -96,6 +95,7 @@ class RLTrainer:
         rollout: RolloutEngine | None = None,
         reward: Scorer | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        reference: ReferencePolicy | None = None,
     ) -> None:
         check_config(config, has_data=prompts is not None, has_model=engine is not None)
         if config.mtp.enable_rollout and config.mtp.acceptance == "greedy":
@@ -126,6 +126,9 @@ class RLTrainer:
                 engine_config(config.engine, config.optim, config.mtp, config.trainer.total_steps * updates),
             )
         self.engine = engine
+        if config.algorithm.needs_reference and reference is None:
+            reference = frozen_copy(engine)  # before a resume, so of the weights that every run starts from
+        self.update = PolicyUpdate(config, engine, reference)
         self.rollout = make_rollout_engine(config, engine) if rollout is None else rollout
         self.drafts = config.mtp.enable_rollout
         self.alarms = Alarms(
@@ -168,8 +171,7 @@ class RLTrainer:
             done = min(self.rl_step, config.total_steps)
             with ProgressBar("rl", config.total_steps, "steps", done=done) as progress:
                 while self.rl_step < config.total_steps:
-                    prompts = [self.prompts[index] for index in self.order.take(self.config.train_batch_size)]
-                    metrics = self.step(prompts)
+                    metrics = self.step(self._draw())
                     last = self.rl_step == config.total_steps
                     if last or run.is_due(config.test_freq, self.rl_step):
                         metrics.update(self.evaluate())
@@ -188,21 +190,17 @@ class RLTrainer:
             self.sync()
         times: dict[str, float] = {}
         with _timed(times, "time/step"):
-            with _timed(times, "time/rollout"):
-                completions = self.generate(prompts)
-            with _timed(times, "time/reward"):
-                self.samples = self.judge(prompts, completions)
-                shape_rewards(self.samples, self.config.reward.overlong_buffer, self.config.rollout.max_response_length)
-                set_advantages(self.samples, self.config.algorithm.norm_adv_by_std_in_grpo)
+            sampled, sampling = self._experience(prompts, times)
+            set_advantages(self.samples, self.config.algorithm)
             with _timed(times, "time/train"):
                 trained = self.update(self.samples)
             with _timed(times, "time/sync"):
                 in_sync = self.sync()
         self.rl_step += 1
-        metrics: Metrics = {**rollout_figures(self.samples), **trained, **times}
+        metrics: Metrics = {**rollout_figures(sampled), **sampling, **trained, **times}
         metrics["drafter_in_sync"] = float(in_sync)
-        new_tokens = sum(len(completion.token_ids) for completion in completions)
-        all_tokens = new_tokens + sum(len(completion.prompt_token_ids) for completion in completions)
+        new_tokens = sum(len(sample.completion.token_ids) for sample in sampled)
+        all_tokens = new_tokens + sum(len(sample.completion.prompt_token_ids) for sample in sampled)
         metrics["rollout_tokens_per_second"] = new_tokens / times["time/rollout"]
         metrics["tokens_per_second"] = all_tokens / times["time/step"]
         self.alarms.mtp_loss(self.rl_step, metrics)
@@ -212,15 +210,65 @@ class RLTrainer:
 
     # ---- its parts
 
-    def generate(self, prompts: Sequence[Prompt], n: int | None = None, greedy: bool = False) -> list[Completion]:
+    def _experience(self, prompts: Sequence[Prompt], times: dict[str, float]) -> tuple[list[Sample], Metrics]:
+        """Roll out and judge into `samples`; under filter_groups further prompts too, until enough groups differ.
+
+        Returns:
+            every response, those that are not trained on too, and the figures of dynamic sampling.
+
+        Raises:
+            ForerunError: not one group is informative within the limit of generation batches.
+        """
+        config, filtering = self.config, self.config.algorithm.filter_groups
+        sampled: list[Sample] = []
+        kept: list[Sample] = []
+        num_batches, num_prompts = 0, 0
+        while True:
+            with _timed(times, "time/rollout"):
+                completions = self.generate(prompts, first=num_prompts)
+            with _timed(times, "time/reward"):
+                judged = self.judge(prompts, completions, first=num_prompts)
+                shape_rewards(judged, config.reward.overlong_buffer, config.rollout.max_response_length)
+            sampled += judged
+            if not filtering.enable:
+                self.samples = sampled
+                return sampled, {}
+            kept += informative_samples(judged, filtering.metric)
+            num_batches, num_prompts = num_batches + 1, num_prompts + len(prompts)
+            groups = sorted({sample.group for sample in kept})
+            if len(groups) >= config.train_batch_size or num_batches == filtering.max_num_gen_batches:
+                break
+            prompts = self._draw()
+        if not groups:
+            raise ForerunError(
+                f"step {self.rl_step + 1}: in {num_batches} generation batches no group had different values of "
+                f"{filtering.metric}: the task is solved or out of reach; give other prompts, or raise rollout.n or "
+                "algorithm.filter_groups.max_num_gen_batches"
+            )
+        if len(groups) < config.train_batch_size:
+            logger.warning(
+                "step %d: training on %d of %d groups: max_num_gen_batches=%d is reached",
+                self.rl_step + 1,
+                len(groups),
+                config.train_batch_size,
+                num_batches,
+            )
+        wanted = set(groups[: config.train_batch_size])
+        self.samples = [sample for sample in kept if sample.group in wanted]
+        return sampled, {"num_gen_batches": float(num_batches), "kept_groups": len(groups) / num_prompts}
+
+    def generate(
+        self, prompts: Sequence[Prompt], n: int | None = None, greedy: bool = False, first: int = 0
+    ) -> list[Completion]:
         """n responses per prompt (default `rollout.n`), those of one prompt next to each other.
 
         Each request has a seed of its own, from the run's seed, the step and its place: a resumed run samples the same.
+        `first` is the place of the first prompt within the step.
         """
         rollout, trainer = self.config.rollout, self.config.trainer
         n = rollout.n if n is None else n
         requests = []
-        for i, prompt in enumerate(prompts):
+        for i, prompt in enumerate(prompts, start=first):
             token_ids = encode_prompt(self.tokenizer, prompt.messages)
             for j in range(n):
                 sampling = SamplingParams(
@@ -238,8 +286,8 @@ class RLTrainer:
         finally:
             self.rollout.sleep()
 
-    def judge(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Sample]:
-        """Decode and score; completions are in `generate`'s order.
+    def judge(self, prompts: Sequence[Prompt], completions: Sequence[Completion], first: int = 0) -> list[Sample]:
+        """Decode and score; completions are in `generate`'s order, and `first` is its.
 
         Raises:
             ForerunError: the reward failed on every response; nothing could be learned from that.
@@ -260,41 +308,19 @@ class RLTrainer:
         ]
         rewards = self.reward.score(requests)
         samples = [
-            Sample(prompts[i // n], i // n, completion, text, reward)
+            Sample(prompts[i // n], first + i // n, completion, text, reward)
             for i, (completion, text, reward) in enumerate(zip(completions, texts, rewards, strict=True))
         ]
         failed = {reward.event: reward for reward in rewards if reward.event is not None}
         if all(reward.event is not None for reward in rewards):
-            first = next(iter(failed.values()))
+            example = next(iter(failed.values()))
             raise ForerunError(
-                f"step {self.rl_step + 1}: the reward failed on all {len(rewards)} responses ({first.event}: "
-                f"{first.detail}): mend reward.function; the same command goes on from the last checkpoint"
+                f"step {self.rl_step + 1}: the reward failed on all {len(rewards)} responses ({example.event}: "
+                f"{example.detail}): mend reward.function; the same command goes on from the last checkpoint"
             )
         for event in failed.values():
             logger.warning("step %d: reward %s, counted as 0: %s", self.rl_step + 1, event.event, event.detail)
         return samples
-
-    def update(self, samples: Sequence[Sample]) -> Metrics:
-        """`ppo_epochs` passes over the samples, `ppo_mini_batch_size` prompts for each optimizer step."""
-        config = self.config
-        groups = sorted({sample.group for sample in samples})
-        size = config.ppo_mini_batch_size
-        mini_batches = [set(groups[start : start + size]) for start in range(0, len(groups), size)]
-        steps = [self._batches([s for s in samples if s.group in wanted]) for wanted in mini_batches]
-        if len(steps) * config.ppo_epochs > 1:
-            # From the second update on the policy is no longer the one that sampled.
-            steps = [self._with_old_log_probs(batches) for batches in steps]
-        reports: list[Metrics] = []
-        for _ in range(config.ppo_epochs):
-            for batches in steps:
-                objective = PolicyObjective(batches, config.algorithm, config.rollout.max_response_length)
-                report: Metrics = dict(
-                    self.engine.forward_backward(batches, objective, temperature=config.rollout.temperature)
-                )
-                report |= self.engine.step()
-                report |= objective.figures()
-                reports.append(report)
-        return _merged(reports)
 
     def sync(self) -> bool:
         """Hand the trained weights, drafter included, to the rollout engine. True if its drafter is the trainer's."""
@@ -314,17 +340,12 @@ class RLTrainer:
         samples = self.judge(self.eval_prompts, self.generate(self.eval_prompts, n=1, greedy=True))
         return {f"val/{name}": value for name, value in rollout_figures(samples).items()}
 
-    def _batches(self, samples: Sequence[Sample]) -> list[Batch]:
-        return sample_batches(samples, self.config.micro_batch_size, self.config.rollout.temperature)
-
-    def _with_old_log_probs(self, batches: Sequence[Batch]) -> list[Batch]:
-        old = self.engine.log_probs(batches, self.config.rollout.temperature)
-        return [
-            replace(batch, extras={**batch.extras, "old_log_probs": log_probs.to(batch.input_ids.device)})
-            for batch, (log_probs, _) in zip(batches, old, strict=True)
-        ]
-
     # ---- data
+
+    def _draw(self) -> list[Prompt]:
+        """The prompts of the next generation batch."""
+        size = self.config.data.gen_batch_size or self.config.train_batch_size
+        return [self.prompts[index] for index in self.order.take(size)]
 
     def _read(self, files: Sequence[str], limit: int | None, given: Sequence[Prompt] | None) -> list[Prompt]:
         if given is not None:
@@ -356,29 +377,11 @@ class RLTrainer:
                 file.write(json.dumps({"step": self.rl_step, **row}) + "\n")
 
 
-def _merged(reports: Sequence[Metrics]) -> Metrics:
-    """Metrics of several optimizer steps as one: means, except what is a count or a maximum."""
-    merged: Metrics = {}
-    for name in dict.fromkeys(key for report in reports for key in report):
-        values = [value for report in reports if (value := report.get(name)) is not None]
-        if not values:
-            merged[name] = None
-        elif name.endswith("_max"):
-            merged[name] = max(values)
-        elif name in ("entropy_sum", "target_count", "skipped"):
-            merged[name] = sum(values)
-        else:
-            merged[name] = sum(values) / len(values)
-    entropy, targets = merged.pop("entropy_sum", None), merged.get("target_count")
-    merged["entropy"] = entropy / targets if entropy is not None and targets else None
-    return merged
-
-
 @contextmanager
 def _timed(times: dict[str, float], name: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
-    times[name] = time.perf_counter() - started
+    times[name] = times.get(name, 0.0) + time.perf_counter() - started
 
 
 def _note(metrics: Metrics) -> str:

@@ -12,9 +12,10 @@ from forerun.algorithms import (
     PolicyStats,
     aggregate_loss,
     count_targets,
+    gspo_log_ratio,
+    importance_weights,
     policy_loss,
     sequence_lengths,
-    truncated_importance_weights,
 )
 from forerun.algorithms.aggregation import LossAggMode
 
@@ -84,6 +85,7 @@ def slow_aggregate(losses, mask, ids, mode, factor):
                 sequences.setdefault(int(ids[i, j]), []).append(float(losses[i, j]))
     sums, means = [sum(s) for s in sequences.values()], [sum(s) / len(s) for s in sequences.values()]
     return {
+        "token-sum": sum(sums),
         "token-mean": sum(sums) / sum(len(s) for s in sequences.values()),
         "seq-mean-token-sum": sum(sums) / len(sums),
         "seq-mean-token-mean": sum(means) / len(means),
@@ -115,7 +117,7 @@ def test_any_split_gives_the_gradient_of_the_whole(sample, mode, split):
         log_probs = sample["log_probs"].clone().requires_grad_()
         stats = PolicyStats()
         for p in pieces:
-            weights = truncated_importance_weights(sample["old"][p], sample["rollout"][p], sample["mask"][p])
+            weights = importance_weights(sample["old"][p], sample["rollout"][p], sample["mask"][p], sample["ids"][p])
             out = policy_loss(
                 log_probs[p], sample["old"][p], sample["advantages"][p], sample["mask"][p], importance_weights=weights
             )
@@ -137,23 +139,38 @@ def test_what_stands_outside_the_mask_stays_outside(sample):
     assert torch.isfinite(spoiled.grad).all() and (spoiled.grad[~mask] == 0).all()
 
 
-def test_truncated_importance_weights_and_gap(sample):
+def test_gap(sample):
     trainer, rollout, mask = sample["old"], sample["rollout"], sample["mask"]
-    weights = truncated_importance_weights(trainer, rollout, mask, cap=1.3)
-    gaps, kls = [], []
-    for i in range(ROWS):
-        for j in range(LENGTH):
-            d = float(trainer[i, j] - rollout[i, j])
-            assert float(weights[i, j]) == pytest.approx(min(math.exp(d), 1.3) if mask[i, j] else 0.0, rel=1e-5)
-            if mask[i, j]:
-                gaps.append(abs(d))
-                kls.append(math.exp(d) - 1 - d)
+    differences = [float(trainer[i, j] - rollout[i, j]) for i in range(ROWS) for j in range(LENGTH) if mask[i, j]]
     halves = [LogProbGap.measure(trainer[p], rollout[p], mask[p]) for p in (slice(0, 2), slice(2, ROWS))]
     merged = (halves[0] + halves[1]).compute()
-    assert merged["log_prob_gap_mean"] == pytest.approx(sum(gaps) / len(gaps))
-    assert merged["log_prob_gap_max"] == pytest.approx(max(gaps))
-    assert merged["rollout_kl"] == pytest.approx(sum(kls) / len(kls))
+    assert merged["log_prob_gap_mean"] == pytest.approx(sum(map(abs, differences)) / len(differences))
+    assert merged["log_prob_gap_max"] == pytest.approx(max(map(abs, differences)))
+    assert merged["rollout_kl"] == pytest.approx(sum(math.exp(d) - 1 - d for d in differences) / len(differences))
     assert LogProbGap().compute()["log_prob_gap_mean"] is None
+
+
+def test_gspo_gives_every_token_its_sequence_s_ratio_and_its_own_gradient(sample):
+    """arXiv 2507.18071, equations 13 and 14: the value is the geometric mean, the gradient that of each log-prob."""
+    ids, mask, old, advantages = (sample[name] for name in ("ids", "mask", "old", "advantages"))
+    new = sample["log_probs"].clone().requires_grad_()
+    out = policy_loss(new, old, advantages, mask, 0.2, 0.28, None, log_ratio=gspo_log_ratio(new, old, mask, ids))
+    out.losses.sum().backward()
+    clipped = 0
+    for i in range(ROWS):
+        for j in range(LENGTH):
+            if not mask[i, j]:
+                assert out.losses[i, j] == new.grad[i, j] == 0
+                continue
+            members = [k for k in range(LENGTH) if mask[i, k] and ids[i, k] == ids[i, j]]
+            ratio = math.exp(sum(float(new[i, k] - old[i, k]) for k in members) / len(members))
+            advantage = float(advantages[i, j])
+            held = min(max(ratio, 0.8), 1.28)
+            assert float(out.losses[i, j]) == pytest.approx(max(-advantage * ratio, -advantage * held))
+            free = -advantage * ratio >= -advantage * held
+            assert float(new.grad[i, j]) == pytest.approx(-advantage * ratio if free else 0.0)
+            clipped += not free
+    assert 0 < clipped < int(mask.sum())
 
 
 def test_bad_input(sample):
@@ -168,5 +185,3 @@ def test_bad_input(sample):
         aggregate_loss(args[2], args[3], "seq-mean-token-mean", LossCounts(1, 1))
     with pytest.raises(ValueError, match="token-mean, seq-mean"):
         aggregate_loss(args[2], args[3], "mean", LossCounts(1, 1))
-    with pytest.raises(ValueError, match="cap"):
-        truncated_importance_weights(args[0], args[1], args[3], cap=0)

@@ -108,7 +108,7 @@ _NORMALISATION = [
         "The policy loss of each micro-batch is its own mean.",
         "forerun.trainers.policy_objective",
         "            self.counts,\n",
-        "            count_targets(mask, batch.document_ids),\n",
+        "            count_targets(mask, document_ids),\n",
         (f"{OBJECTIVE_TEST}::test_the_step_s_loss_is_the_mean_that_was_asked_for[token-mean-1]",),
     ),
     Mutation(
@@ -142,7 +142,7 @@ _NORMALISATION = [
         7,
         "a-packed-row-is-one-sequence",
         "The sequence mean takes a packed row for one sequence.",
-        "forerun.algorithms.aggregation",
+        "forerun.algorithms.sequences",
         "starts[:, 1:] = (document_ids[:, 1:] != document_ids[:, :-1]).long()",
         "starts[:, 1:] = 0",
         (f"{OBJECTIVE_TEST}::test_the_step_s_loss_is_the_mean_that_was_asked_for[seq-mean-token-mean-4]",),

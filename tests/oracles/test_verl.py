@@ -1,4 +1,4 @@
-"""verl 0.9.1 as judge: the same MTP settings with the same meaning, and the same arithmetic of GRPO and DAPO."""
+"""verl 0.9.1 as judge: the same MTP settings with the same meaning, and the same policy arithmetic."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ import torch
 from torch import Tensor
 
 from forerun import MTPConfig, attach, load
-from forerun.algorithms.advantages import grpo_advantages
-from forerun.algorithms.aggregation import LossAggMode, LossCounts, aggregate_loss, sequence_lengths
-from forerun.algorithms.policy_loss import policy_loss
+from forerun.algorithms.advantages import grpo_advantages, rloo_advantages
+from forerun.algorithms.aggregation import LossAggMode, LossCounts, aggregate_loss
+from forerun.algorithms.importance import importance_weights
+from forerun.algorithms.kl import KLLossType, kl_estimate
+from forerun.algorithms.policy_loss import gspo_log_ratio, policy_loss
+from forerun.algorithms.rejection import Criterion, rejection_mask
+from forerun.algorithms.sequences import sequence_lengths
+from forerun.config import RolloutCorrectionConfig
 from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier
+from forerun.rewards.overlong import overlong_penalty
 from tests.models.tiny import gradients, tiny_model, token_rows
 from tests.oracles.exchange import ask, run_script
 
@@ -134,9 +140,39 @@ LOSSES: dict[str, dict[str, Any]] = {
     for kind, settings in {
         "ppo": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "weighted": False},
         "dapo": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 1.5, "weighted": True},
+        "gspo": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0, "weighted": True},
     }.items()
 }
+for name, case in LOSSES.items():
+    case["loss_mode"] = "gspo" if name.endswith("gspo") else "vanilla"
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    f"{level} {threshold}": {"rollout_is": level, "rollout_is_threshold": threshold, "rollout_rs": None}
+    for level in ("token", "sequence")
+    for threshold in ("1.5", "0.7_1.5")
+}
+RATIOS = {"token_k1": "0.8_1.25", "seq_mean_k1": "0.8_1.25", "seq_sum_k1": "0.25_4.0"}
+THRESHOLDS = {"token": "0.3", "seq_sum": "0.8", "seq_mean": "0.13", "seq_max": "0.4"}  # of k2 and k3
+CORRECTIONS |= {
+    name: {
+        "rollout_is": None,
+        "rollout_rs": name,
+        "rollout_rs_threshold": RATIOS.get(name) or THRESHOLDS[name.rpartition("_")[0]],
+    }
+    for name in get_args(Criterion)
+}
+CORRECTIONS["several"] = {
+    "rollout_is": "token",
+    "rollout_is_threshold": "2.0",
+    "rollout_rs": "token_k1,seq_mean_k3",
+    "rollout_rs_threshold": "1.8,0.4",
+}
+OVERLONG = {
+    "half": {"max_response_length": 20, "buffer": {"enable": True, "len": 8, "penalty_factor": 0.5, "log": False}},
+    "all": {"max_response_length": 5, "buffer": {"enable": True, "len": 5, "penalty_factor": 1.0, "log": False}},
+    "off": {"max_response_length": 5, "buffer": {"enable": False, "len": 5, "penalty_factor": 1.0, "log": False}},
+}
 LONGEST = 9
+ROWS = torch.arange(8)[:, None].expand(8, LONGEST)  # each answer is a row
 COUNTS = LossCounts(tokens=41, sequences=11)  # of a batch of which these rows are a part
 GLOBAL = {"batch_num_tokens": COUNTS.tokens, "global_batch_size": COUNTS.sequences, "loss_scale_factor": LONGEST}
 
@@ -161,6 +197,7 @@ def responses() -> dict[str, Tensor]:
         "log_probs": old + normal(),  # ratios far outside the clip, so that every branch is taken
         "advantages": normal(),
         "weights": normal().abs(),
+        "rollout_log_probs": old + 0.5 * normal(),
         "rewards": rewards,
         "group_ids": torch.tensor([4, 1, 4, 1, 1, 1, 4, 9]),
     }
@@ -171,6 +208,9 @@ def theirs(verl_env: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     settings = {
         "losses": {name: case | {"global_batch_info": GLOBAL} for name, case in LOSSES.items()},
         "modes": list(get_args(LossAggMode)),
+        "kl": list(get_args(KLLossType)),
+        "corrections": CORRECTIONS,
+        "overlong": OVERLONG,
         "global_batch_info": GLOBAL,
     }
     given = {name: x.long() if x.dtype == torch.bool else x for name, x in responses().items()}
@@ -187,10 +227,17 @@ def test_grpo_advantages(theirs: dict[str, Tensor], normalize: bool) -> None:
     assert expected.abs().sum() > 1
 
 
+def test_rloo_advantages(theirs: dict[str, Tensor]) -> None:
+    made = responses()
+    ours = rloo_advantages(made["rewards"].sum(-1), made["group_ids"])
+    torch.testing.assert_close(ours[:, None] * made["mask"], theirs["advantages rloo"], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_policy_loss_gradient_and_figures(theirs: dict[str, Tensor], name: str) -> None:
     made, case = responses(), LOSSES[name]
     log_probs = made["log_probs"].requires_grad_()
+    gspo = case["loss_mode"] == "gspo"
     result = policy_loss(
         log_probs,
         made["old_log_probs"],
@@ -198,11 +245,11 @@ def test_policy_loss_gradient_and_figures(theirs: dict[str, Tensor], name: str) 
         made["mask"],
         case["clip_ratio_low"],
         case["clip_ratio_high"],
-        case["clip_ratio_c"],
+        None if gspo else case["clip_ratio_c"],
         importance_weights=made["weights"] if case["weighted"] else None,
+        log_ratio=gspo_log_ratio(log_probs, made["old_log_probs"], made["mask"], ROWS) if gspo else None,
     )
-    rows = torch.arange(8)[:, None].expand(8, LONGEST)
-    lengths = sequence_lengths(made["mask"], rows)
+    lengths = sequence_lengths(made["mask"], ROWS)
     loss = aggregate_loss(result.losses, made["mask"], case["loss_agg_mode"], COUNTS, lengths, LONGEST)
     # 1e-8 in a denominator of verl's seq-mean-token-mean.
     torch.testing.assert_close(loss, theirs[f"{name} loss"], rtol=1e-7, atol=1e-12)
@@ -211,7 +258,7 @@ def test_policy_loss_gradient_and_figures(theirs: dict[str, Tensor], name: str) 
     figures = result.stats.compute()
     ours = [figures[key] for key in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl")]
     assert ours == pytest.approx(theirs[f"{name} metrics"].tolist(), rel=1e-6)
-    assert ours[0] > 0 and ours[1] > 0  # both clips were at work
+    assert ours[0] > 0 and (ours[1] > 0) != gspo  # both clips were at work
 
 
 @pytest.mark.parametrize("mode", get_args(LossAggMode))
@@ -220,3 +267,50 @@ def test_a_micro_batch_s_share_of_the_global_loss(theirs: dict[str, Tensor], mod
     lengths = sequence_lengths(made["mask"], torch.arange(4)[:, None].expand(4, LONGEST))
     ours = aggregate_loss(made["advantages"], made["mask"], mode, COUNTS, lengths, LONGEST)
     torch.testing.assert_close(ours, theirs[f"part {mode}"], rtol=1e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", get_args(KLLossType))
+def test_kl_estimates_and_their_gradients(theirs: dict[str, Tensor], kind: KLLossType) -> None:
+    made = responses()
+    policy, everywhere = made["log_probs"].requires_grad_(), torch.ones(8, LONGEST, dtype=torch.bool)
+    ours = kl_estimate(policy, made["old_log_probs"], everywhere, kind)
+    torch.testing.assert_close(ours.detach(), theirs[f"kl {kind}"], rtol=1e-9, atol=1e-12)
+    (gradient,) = torch.autograd.grad(ours.sum(), policy)
+    torch.testing.assert_close(gradient, theirs[f"kl {kind} gradient"], rtol=1e-9, atol=1e-12)
+
+
+def test_kl_in_the_reward(theirs: dict[str, Tensor]) -> None:
+    """verl's token rewards less 0.5 x KL, summed over a response as its estimators do."""
+    made = responses()
+    kl = kl_estimate(made["log_probs"], made["old_log_probs"], made["mask"], "kl")
+    expected = torch.where(made["mask"], theirs["rewards less kl"] - made["rewards"], 0.0).sum(-1)
+    torch.testing.assert_close(-0.5 * kl.sum(-1), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_rollout_correction(theirs: dict[str, Tensor], name: str) -> None:
+    made = responses()
+    config = RolloutCorrectionConfig(**CORRECTIONS[name])
+    old, rollout, mask = made["old_log_probs"], made["rollout_log_probs"], made["mask"]
+    kept = rejection_mask(old, rollout, mask, ROWS, config.criteria())
+    assert torch.equal(kept, theirs[f"{name} mask"].bool())
+    if config.rollout_rs is not None:
+        rejected = 1 - kept.sum() / mask.sum()
+        assert 0 < float(rejected) < 1
+        assert float(rejected) == pytest.approx(float(theirs[f"{name} rejected"]), abs=1e-6)
+    if config.rollout_is is not None:
+        upper, lower = config.importance_bounds()
+        ours = importance_weights(old, rollout, mask, ROWS, config.rollout_is, upper, lower)
+        torch.testing.assert_close(ours, theirs[f"{name} weights"], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", OVERLONG)
+def test_overlong_reward_is_the_dapo_manager_s(theirs: dict[str, Tensor], name: str) -> None:
+    case = OVERLONG[name]
+    longest, buffer = case["max_response_length"], case["buffer"]
+    penalties = [
+        overlong_penalty(length, longest, buffer["len"], buffer["penalty_factor"]) if buffer["enable"] else 0.0
+        for length in range(1, longest + 1)
+    ]
+    assert (min(penalties) < 0) == buffer["enable"]
+    torch.testing.assert_close(0.25 + torch.tensor(penalties), theirs[f"overlong {name}"], rtol=1e-6, atol=1e-6)

@@ -33,6 +33,8 @@ def by_hand(mode: str) -> float:
     sums = [-advantage * answer for _, answer, advantage in RESPONSES]
     if mode == "token-mean":
         return sum(sums) / sum(answer for _, answer, _ in RESPONSES)
+    if mode == "token-sum":
+        return sum(sums)
     if mode == "seq-mean-token-mean":
         return sum(-advantage for *_, advantage in RESPONSES) / len(RESPONSES)
     return sum(sums) / len(RESPONSES) / (LONGEST if mode == "seq-mean-token-sum-norm" else 1)
