@@ -20,21 +20,27 @@ from typing import Protocol
 
 from forerun.speculative.step_costs import StepCosts
 
-# What an acceptance estimate remembers: the last so many drafts, of no more than the last so many steps.
-_DRAFTS = 600.0
-_STEPS = 60.0
+# What an acceptance estimate remembers: so many of the last drafts, of no more than so many of the last steps. If what
+# a shorter memory holds lies so many standard errors away, something has changed, and the shorter one is believed.
+_DRAFTS = 3000.0
+_STEPS = 150.0
+_SHORT = 0.12
+_CHANGE = 3.5
 # How much the share of drafts that survive may have changed per step in which none was judged.
-_DRIFT = 0.002
+_DRIFT = 0.001
 # Steps after which a measured cost that was not renewed counts half.
 _HALF_LIFE = 200.0
 # Belief before any draft was judged: share that survives the first depth, worth so many drafts.
 _PRIOR_ACCEPTANCE = 0.6
-_PRIOR_DRAFTS = 3.0
+_PRIOR_DRAFTS = 6.0
 # An estimate may be off by so many standard errors, a step's cost without any measurement by so much (log).
 _ERRORS = 1.0
-_COST_DOUBT = 0.3
+_COST_DOUBT = 0.5
+# Measured steps at about these rows from which on a depth is known here; others are run as trials only.
+_KNOWN = 0.7
 # Steps whose exploration is paid in advance.
-_CREDIT_STEPS = 50.0
+_CREDIT_STEPS = 200.0
+_BELIEVED_CREDIT = 3
 # The first drafting step after plain ones also feeds the drafter's cache: it counts little, and a trial takes another.
 _RESUMING_WEIGHT = 0.2
 # What another depth must promise over the present one.
@@ -75,41 +81,51 @@ class FixedDepth:
 
 
 class Acceptance:
-    """Share of drafts that survive, per depth, with fading memory.
+    """Share of drafts that are accepted where all before them were, per depth, with fading memory.
 
     Args:
         max_depth: deepest depth.
     """
 
     def __init__(self, max_depth: int) -> None:
-        self._drafted = [0.0] * max_depth
-        self._accepted = [0.0] * max_depth
+        self._long = [(0.0, 0.0)] * max_depth  # reached, accepted
+        self._short = [(0.0, 0.0)] * max_depth
         self._seen = [0] * max_depth
         self._now = 0
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Counts of one step, index 0 = depth 1."""
         self._now += 1
+        before = drafted[0] if drafted else 0
         for k, (judged, kept) in enumerate(zip(drafted, accepted, strict=True)):
-            if judged == 0 or k >= len(self._drafted):
-                continue
-            fading = max(1 - max(judged / _DRAFTS, 1 / _STEPS), 0.0)
-            self._drafted[k] = self._drafted[k] * fading + judged
-            self._accepted[k] = self._accepted[k] * fading + kept
+            reached, before = min(before, judged), kept
+            if reached == 0 or k >= len(self._long):
+                break
+            forgotten = max(reached / _DRAFTS, 1 / _STEPS)
+            self._long[k] = _fade(self._long[k], forgotten, reached, kept)
+            self._short[k] = _fade(self._short[k], forgotten / _SHORT, reached, kept)
+            (n, a), (recent, b) = self._long[k], self._short[k]
+            error = math.sqrt(max(a / n * (1 - a / n), 0.01) / recent)
+            if abs(a / n - b / recent) > _CHANGE * error:
+                self._long[k] = self._short[k]
             self._seen[k] = self._now
 
     def tokens(self, doubt: float = 0.0) -> list[float]:
         """Expected tokens of a row's step with 0..max_depth drafts; `doubt` errors and drifts above what is believed."""
-        tokens, survive, ratio = [1.0], 1.0, _PRIOR_ACCEPTANCE
-        for k, (judged, kept) in enumerate(zip(self._drafted, self._accepted, strict=True)):
-            # A depth that was not tried is believed to lose as much over the one before as that one did.
-            share = (kept + _PRIOR_DRAFTS * survive * ratio) / (judged + _PRIOR_DRAFTS)
-            error = math.sqrt(max(share * (1 - share), 0.01) / (judged + _PRIOR_DRAFTS))
-            drift = _DRIFT * (self._now - self._seen[k])
-            share = min(share + doubt * (error + drift), survive)
-            ratio, survive = share / survive if survive > 0 else 0.0, share
+        tokens, survive, share = [1.0], 1.0, _PRIOR_ACCEPTANCE
+        for (reached, kept), seen in zip(self._long, self._seen, strict=True):
+            # A depth that was not tried is believed to be like the one before.
+            share = (kept + _PRIOR_DRAFTS * share) / (reached + _PRIOR_DRAFTS)
+            error = math.sqrt(max(share * (1 - share), 0.01) / (reached + _PRIOR_DRAFTS))
+            survive *= min(share + doubt * (error + _DRIFT * (self._now - seen)), 1.0)
             tokens.append(tokens[-1] + survive)
         return tokens
+
+
+def _fade(counts: tuple[float, float], share: float, judged: int, kept: int) -> tuple[float, float]:
+    """Counts less a share of them, and those of one more step."""
+    left = max(1 - share, 0.0)
+    return counts[0] * left + judged, counts[1] * left + kept
 
 
 class AdaptiveDepth:
@@ -125,7 +141,7 @@ class AdaptiveDepth:
         ValueError: a negative depth, or exploration outside [0, 1).
     """
 
-    def __init__(self, max_depth: int, exploration: float = 0.02) -> None:
+    def __init__(self, max_depth: int, exploration: float = 0.01) -> None:
         if max_depth < 0:
             raise ValueError(f"max_depth={max_depth} must not be negative")
         if not 0 <= exploration < 1:
@@ -149,24 +165,30 @@ class AdaptiveDepth:
             return 0
         predicted = [self.costs.predict(rows, k) for k in range(self.max_depth + 1)]
         rates = [rows * n / seconds for n, (seconds, _) in zip(self.acceptance.tokens(), predicted, strict=True)]
-        best = max(range(len(rates)), key=rates.__getitem__)
-        if rates[best] < rates[self._best] * _SWITCH:
+        known = [k for k, (_, steps) in enumerate(predicted) if steps > _KNOWN] or list(range(len(rates)))
+        best = max(known, key=rates.__getitem__)
+        if self._best in known and rates[best] < rates[self._best] * _SWITCH:
             best = self._best
         self._best, self._best_rate = best, rates[best]
         if self._trial_left > 0:
             self._trial_left -= 1
             return self._trial
+        if predicted[best][1] <= _KNOWN:  # nothing was measured hereabouts: running the likeliest is the trial
+            return best
         hopes = [
-            rows * n / seconds * math.exp(_COST_DOUBT / math.sqrt(1 + 4 * steps))
+            rows * n / seconds * math.exp(_COST_DOUBT / (1 + 2 * steps))
             for n, (seconds, steps) in zip(self.acceptance.tokens(_ERRORS), predicted, strict=True)
         ]
-        hopes[best] = 0.0
-        hope = max(range(len(hopes)), key=hopes.__getitem__)
-        if hopes[hope] <= rates[best]:
+        promising = [k for k, hope in enumerate(hopes) if k != best and hope > rates[best]]
+        if not promising:
             return best
+        # Step by step into the unknown: what is one deeper or shallower shows most cheaply whether to go on.
+        unknown = [k for k in promising if abs(k - best) == 1 and predicted[k][1] <= _KNOWN]
+        hope = max(unknown or promising, key=hopes.__getitem__)
         steps = 2 if self._last_depth == 0 else 1
         loss = steps * predicted[hope][0] * (1 - rates[hope] / rates[best])
-        if self._lost + loss > self._allowance():
+        # What is believed better may be tried on more credit: it would have to be wrong to cost anything.
+        if self._lost + loss > self._allowance() * (1 if loss > 0 else _BELIEVED_CREDIT):
             return best
         self._trial, self._trial_left = hope, steps - 1
         return hope
@@ -176,8 +198,7 @@ class AdaptiveDepth:
         self._steps += 1
         self._elapsed += seconds
         if depth != self._best and self._best_rate > 0:
-            tokens = rows * self.acceptance.tokens()[min(depth, self.max_depth)]
-            self._lost = max(self._lost + seconds - tokens / self._best_rate, 0.0)
+            self._lost = max(self._lost + seconds - (rows + sum(accepted)) / self._best_rate, 0.0)
         resuming = depth > 0 and self._last_depth == 0
         self._last_depth = depth
         self.costs.observe(rows, depth, seconds, _RESUMING_WEIGHT if resuming else 1.0)

@@ -11,11 +11,15 @@ import math
 from dataclasses import dataclass
 
 # A cell averages about its last so many steps: costs change as contexts grow and other work comes and goes.
-_CELL_STEPS = 8.0
+_CELL_STEPS = 16.0
 # A measurement above its cell's mean counts at most as this much more (log): steps are interrupted, never hastened.
 _LARGEST_RISE = 0.3
-# How far in log rows a measurement speaks for other numbers of rows.
-_REACH = 0.2
+# Numbers of rows are told apart by so many grades per doubling of rows + 3 (one row more changes a step's tokens less
+# than a step's fixed cost), and a measurement speaks for about this many on either side.
+_GRADES = 8
+_OFFSET = 3
+_REACH = 2.3
+_NEAR = tuple((d, math.exp(-0.5 * (d / _REACH) ** 2)) for d in range(-6, 7))
 # Weight of the law against corrections, in steps.
 _LAW_WEIGHT = 0.3
 # What a pass of the drafter costs beyond verifying its draft, as a share of a step's fixed and per-token costs, where
@@ -27,11 +31,20 @@ _REFIT_STEPS = 16
 
 @dataclass
 class _Cell:
-    """Steps of one (rows, depth): log seconds, how many steps that stands for, when it was last seen."""
+    """Steps of about one number of rows at one depth.
+
+    Attributes:
+        log_seconds, rows: means over these steps.
+        steps: how many they stand for.
+        seen: when the last of them was.
+        law: log seconds by the law, as last fitted.
+    """
 
     log_seconds: float
+    rows: float
     steps: float
     seen: int
+    law: float = 0.0
 
 
 class StepCosts:
@@ -41,54 +54,53 @@ class StepCosts:
         half_life: steps after which an old measurement counts half.
     """
 
-    def __init__(self, half_life: float = 500.0) -> None:
-        self._half_life = half_life
+    def __init__(self, half_life: float) -> None:
+        self._rate = math.log(2) / half_life
         self._cells: dict[tuple[int, int], _Cell] = {}
         self._now = 0
         self._law = (0.0, 0.0, 0.0, 0.0)
-        self._fitted = -_REFIT_STEPS
         self._floor = 0.0
+        self._fitted: int | None = None
 
     def __bool__(self) -> bool:
         """Whether anything was measured."""
         return bool(self._cells)
 
     def observe(self, rows: int, depth: int, seconds: float, weight: float = 1.0) -> None:
-        """Note a step; `weight` below 1 for one that may not be typical, as the first after a change of depth."""
+        """Note a step; `weight` below 1 for one that may not be typical."""
         self._now += 1
         measured = math.log(max(seconds, 1e-9))
-        cell = self._cells.get((rows, depth))
+        key = (_grade(rows), depth)
+        cell = self._cells.get(key)
         if cell is None:
-            self._cells[rows, depth] = _Cell(measured, weight, self._now)
-            self._fitted = -_REFIT_STEPS
+            self._cells[key] = _Cell(measured, rows, weight, self._now)
+            self._fitted = None
             return
         steps = cell.steps * self._fading(cell)
-        change = min(measured - cell.log_seconds, _LARGEST_RISE)
-        cell.log_seconds += change * weight / (steps + weight)
+        share = weight / (steps + weight)
+        cell.log_seconds += share * min(measured - cell.log_seconds, _LARGEST_RISE)
+        cell.rows += share * (rows - cell.rows)
         cell.steps = min(steps + weight, _CELL_STEPS)
         cell.seen = self._now
 
     def predict(self, rows: int, depth: int) -> tuple[float, float]:
-        """(seconds of a step, measured steps that speak for it). Seconds are of no meaning before `observe`."""
-        if self._now - self._fitted >= _REFIT_STEPS:
+        """(seconds of a step, measured steps that speak for it). Nothing was measured: seconds mean nothing."""
+        if self._fitted is None or self._now - self._fitted >= _REFIT_STEPS:
             self._fit()
-        law = math.log(self._by_law(rows, depth))
+        grade = _grade(rows)
         total = correction = 0.0
-        for (other, k), cell in self._cells.items():
-            if k != depth:
-                continue
-            distance = math.log(rows / other) / _REACH
-            if abs(distance) > 3:
-                continue
-            weight = cell.steps * self._fading(cell) * math.exp(-0.5 * distance * distance)
-            total += weight
-            correction += weight * (cell.log_seconds - math.log(self._by_law(other, k)))
-        return math.exp(law + correction / (total + _LAW_WEIGHT)), total
+        for distance, nearness in _NEAR:
+            cell = self._cells.get((grade + distance, depth))
+            if cell is not None:
+                weight = cell.steps * self._fading(cell) * nearness
+                total += weight
+                correction += weight * (cell.log_seconds - cell.law)
+        return self._by_law(rows, depth) * math.exp(correction / (total + _LAW_WEIGHT)), total
 
     def _fading(self, cell: _Cell) -> float:
-        return math.exp(-math.log(2) * (self._now - cell.seen) / self._half_life)
+        return math.exp(-self._rate * (self._now - cell.seen))
 
-    def _by_law(self, rows: int, depth: int) -> float:
+    def _by_law(self, rows: float, depth: int) -> float:
         return max(sum(a * x for a, x in zip(self._law, _features(rows, depth), strict=True)), self._floor)
 
     def _fit(self) -> None:
@@ -96,15 +108,15 @@ class StepCosts:
         self._fitted = self._now
         cells = [(key, cell, cell.steps * self._fading(cell)) for key, cell in self._cells.items()]
         typical = math.exp(sum(c.log_seconds * w for _, c, w in cells) / sum(w for _, _, w in cells))
-        widest = max(rows for (rows, _), _, _ in cells)
+        widest = max(cell.rows for _, cell, _ in cells)
         # Ridge on each coefficient, in units in which all four are shares of a typical step.
         units = (typical, typical / widest, typical, typical / widest)
         beliefs = (_BELIEF / 100, _BELIEF / 100, _BELIEF, _BELIEF)
         matrix = [[beliefs[i] if i == j else 0.0 for j in range(4)] for i in range(4)]
         target = [0.0] * 4
-        for (rows, depth), cell, weight in cells:
+        for (_, depth), cell, weight in cells:
             seconds = math.exp(cell.log_seconds)
-            x = [f * u / seconds for f, u in zip(_features(rows, depth), units, strict=True)]
+            x = [f * u / seconds for f, u in zip(_features(cell.rows, depth), units, strict=True)]
             for i in range(4):
                 target[i] += weight * x[i]
                 for j in range(4):
@@ -112,9 +124,15 @@ class StepCosts:
         shares = _solve(matrix, target)
         self._law = (shares[0] * units[0], shares[1] * units[1], shares[2] * units[2], shares[3] * units[3])
         self._floor = 0.2 * math.exp(min(c.log_seconds for _, c, _ in cells))
+        for (_, depth), cell, _ in cells:
+            cell.law = math.log(self._by_law(cell.rows, depth))
 
 
-def _features(rows: int, depth: int) -> tuple[float, float, float, float]:
+def _grade(rows: int) -> int:
+    return round(_GRADES * math.log2(rows + _OFFSET))
+
+
+def _features(rows: float, depth: int) -> tuple[float, float, float, float]:
     """Fixed part, tokens, and how the drafter's fixed and per-row part differ from what is assumed of them."""
     share = _DRAFTER_SHARE * depth
     return 1 + share, rows * (depth + 1 + share), depth, rows * depth
