@@ -372,7 +372,7 @@ def _need_model_and_data(model: ModelConfig, data: DataConfig) -> None:
     if not model.path:
         raise UsageError("model.path is not set: give the directory of a Hugging Face checkpoint")
     if not data.train_files:
-        raise UsageError("data.train_files is empty: give at least one .jsonl or .parquet file")
+        raise UsageError("data.train_files is empty: give at least one .jsonl or .parquet file, or hub:NAME")
 
 
 def check(config: Any, prefix: str = "") -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forerun.data.rows import BadRow, OnBadRow, Row, parse_messages, read_rows
+from forerun.data.rows import BadRow, OnBadRow, Row, is_hub, parse_messages, read_rows
 from forerun.errors import UsageError
 
 Messages = list[dict[str, str]]
@@ -21,13 +21,13 @@ class Prompt:
 
     Attributes:
         messages: chat messages, each {"role": ..., "content": ...}.
-        ground_truth: what a verifiable reward compares with; None where nothing can be verified.
+        ground_truth: what a verifiable reward compares with, a JSON value; None where nothing can be verified.
         data_source: names the data set; picks the reward.
         extra_info: JSON values handed to the reward.
     """
 
     messages: Messages
-    ground_truth: str | None
+    ground_truth: Any
     data_source: str
     extra_info: dict[str, Any] = field(default_factory=dict)
 
@@ -35,15 +35,15 @@ class Prompt:
 def read_prompts(
     path: str | Path, on_bad_row: OnBadRow = "error", report: Callable[[str], None] | None = None
 ) -> list[Prompt]:
-    """Read a JSONL or parquet file in verl's layout.
+    """Read a JSONL or parquet file, or a data set of the Hub (`hub:NAME`), in verl's layout.
 
     Columns: `prompt` (chat messages, or a string for one turn of the user), and optionally `reward_model` with
-    `ground_truth` in it, `data_source` (default: the file's name), `extra_info`.
+    `ground_truth` in it, `data_source` (default: the file's name), `extra_info`. Others are left alone.
 
     Raises:
         UsageError: see `read_rows`.
     """
-    default_source = Path(path).stem
+    default_source = str(path) if is_hub(path) else Path(path).stem
 
     def parse(row: Row) -> Prompt:
         if "prompt" not in row:
@@ -52,10 +52,9 @@ def read_prompts(
         for column, value in (("reward_model", reward_model), ("extra_info", extra_info)):
             if not isinstance(value, dict):
                 raise BadRow(f"column {column!r} must be an object, not {value!r:.60}")
-        truth = reward_model.get("ground_truth")
         return Prompt(
             messages=parse_messages(row["prompt"], "prompt"),
-            ground_truth=truth if truth is None or isinstance(truth, str) else json.dumps(truth, default=str),
+            ground_truth=reward_model.get("ground_truth"),
             data_source=str(row.get("data_source") or default_source),
             extra_info=extra_info,
         )

@@ -1,17 +1,19 @@
-"""Rows out of JSONL and parquet files, each with the place it came from, so that a bad one can be named."""
+"""Rows out of JSONL and parquet files and Hub data sets, each with its place, so that a bad one can be named."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from forerun.errors import UsageError
+from forerun.errors import UsageError, one_line
 
 OnBadRow = Literal["error", "skip"]
 Row = dict[str, Any]
 T = TypeVar("T")
+HUB = "hub:"
 
 
 class BadRow(ValueError):
@@ -24,27 +26,20 @@ def read_rows(
     on_bad_row: OnBadRow = "error",
     report: Callable[[str], None] | None = None,
 ) -> list[T]:
-    """Read a `.jsonl` (or `.json` with one object a line) or `.parquet` file and parse every row.
+    """Read a `.jsonl` (or `.json` with one object a line) or `.parquet` file, or a Hub data set, and parse every row.
 
     Args:
+        path: a file; or `hub:NAME`, `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`, where NAME is what
+            `datasets.load_dataset` takes and SPLIT is train unless given (slices such as `train[:100]` too).
         parse: turns a row into what is wanted; raises `BadRow` where it cannot.
         on_bad_row: "error" stops at the first bad row, "skip" leaves bad ones out.
         report: called with a line for every row left out.
 
     Raises:
-        UsageError: no such file, another kind of file, a bad row (named by file and line; rows of parquet files are
-            counted from 1), or no usable row at all.
+        UsageError: no such file or data set, another kind of file, a bad row (named by file and line; rows of parquet
+            files and data sets are counted from 1), or no usable row at all.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise UsageError(f"{path}: no such file: give a .jsonl or .parquet file")
-    if path.suffix in (".jsonl", ".json"):
-        places, word = _jsonl(path), "line"
-    elif path.suffix == ".parquet":
-        places, word = _parquet(path), "row"
-    else:
-        raise UsageError(f"{path}: cannot read {path.suffix or 'a file without a suffix'}: give .jsonl or .parquet")
-
+    places, word = _places(path)
     items, bad = [], 0
     for number, row in places:
         try:
@@ -61,6 +56,25 @@ def read_rows(
     if not items:
         raise UsageError(f"{path} is empty: " + (f"all {bad} rows are bad" if bad else "it has no rows"))
     return items
+
+
+def is_hub(path: str | Path) -> bool:
+    """Whether a name is a Hub data set's and no file's."""
+    return str(path).startswith(HUB)
+
+
+def _places(path: str | Path) -> tuple[Iterator[tuple[int, Row | BadRow]], str]:
+    """The numbered rows, and what a number counts."""
+    if is_hub(path):
+        return _hub(str(path)), "row"
+    path = Path(path)
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file: give a .jsonl or .parquet file, or a data set of the Hub as hub:NAME")
+    if path.suffix in (".jsonl", ".json"):
+        return _jsonl(path), "line"
+    if path.suffix == ".parquet":
+        return _parquet(path), "row"
+    raise UsageError(f"{path}: cannot read {path.suffix or 'a file without a suffix'}: give .jsonl or .parquet")
 
 
 def parse_messages(value: Any, column: str) -> list[dict[str, str]]:
@@ -127,3 +141,20 @@ def _parquet(path: Path) -> Iterator[tuple[int, Row | BadRow]]:
                     yield number, row
     except (pyarrow.ArrowException, OSError) as error:
         raise UsageError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
+
+
+def _hub(name: str) -> Iterator[tuple[int, Row | BadRow]]:
+    import datasets
+
+    path, *rest = re.split(r":(?![^\[]*\])", name.removeprefix(HUB))  # train[:100] stays whole
+    if not path or len(rest) > 2 or not all(rest):
+        raise UsageError(f"{name} is no data set: write hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT")
+    split = rest[-1] if rest else "train"
+    try:
+        found = datasets.load_dataset(path, rest[0] if len(rest) == 2 else None, split=split)
+    except Exception as error:  # the library has no common base: a missing name, split or connection
+        raise UsageError(
+            f"{name} cannot be loaded ({type(error).__name__}: {one_line(error):.200}): check the name and the "
+            "connection, or give a local .parquet file"
+        ) from None
+    yield from enumerate(found, start=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from decimal import Decimal
 from typing import Any
@@ -15,12 +16,12 @@ _NUMBER = re.compile(
 _STATED = re.compile(r"(?:final\s+)?answer\s*(?:is|:|=)[:\s]*(.+)", re.IGNORECASE)
 
 
-def exact_match(prompt: Messages, response: str, ground_truth: str | None, extra: dict[str, Any]) -> float:
+def exact_match(prompt: Messages, response: str, ground_truth: Any, extra: dict[str, Any]) -> float:
     """1 where the response is the ground truth, whitespace at both ends aside."""
     return float(response.strip() == _required(ground_truth).strip())
 
 
-def math_answer(prompt: Messages, response: str, ground_truth: str | None, extra: dict[str, Any]) -> float:
+def math_answer(prompt: Messages, response: str, ground_truth: Any, extra: dict[str, Any]) -> float:
     """1 where the response's final answer equals the ground truth as mathematics, 0 where not or where it has none.
 
     Plain numbers are compared here, everything else by math-verify, whose own time limits are switched off: they are
@@ -46,7 +47,7 @@ def math_answer(prompt: Messages, response: str, ground_truth: str | None, extra
     return float(math_verify.verify(gold, candidate, timeout_seconds=None))
 
 
-def reasoning_gym_score(prompt: Messages, response: str, ground_truth: str | None, extra: dict[str, Any]) -> float:
+def reasoning_gym_score(prompt: Messages, response: str, ground_truth: Any, extra: dict[str, Any]) -> float:
     """reasoning-gym's own score, in [0, 1].
 
     `extra` has the `task` and its `entry` (question, answer, metadata), as `forerun.data.sources` writes them. The
@@ -97,10 +98,11 @@ def number(text: str) -> Decimal | None:
     return value if value.is_finite() else None
 
 
-def _required(ground_truth: str | None) -> str:
+def _required(ground_truth: Any) -> str:
+    """The ground truth as text: a number or a list as JSON writes it."""
     if ground_truth is None:
         raise ValueError("this reward needs a ground truth, and the prompt has none")
-    return ground_truth
+    return ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth)
 
 
 def _main_value(phrase: str) -> str:

@@ -10,13 +10,13 @@ import selectors
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from forerun.errors import UsageError
 from forerun.rewards.protocol import RewardRequest, RewardResult
@@ -100,7 +100,6 @@ class _Worker:
         self._unread = b""
 
     def start(self) -> None:
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "forerun.rewards.worker"),
@@ -108,10 +107,12 @@ class _Worker:
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._log,
+            stderr=subprocess.PIPE,
             start_new_session=True,  # a kill reaches what the function itself started; Ctrl-C does not
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
         )
+        assert self._process.stderr is not None
+        self._log = _Tail(self._process.stderr)
         self._unread = b""
         reply = self._read(_START_LIMIT_S)
         if reply is None or "error" in reply:
@@ -121,7 +122,10 @@ class _Worker:
 
     def score(self, request: RewardRequest) -> RewardResult:
         if self._process is None:
-            self.start()
+            try:
+                self.start()
+            except (UsageError, OSError) as error:  # it did start once: no reason to end the run
+                return RewardResult(0.0, "died", str(error))
         assert self._process is not None and self._process.stdin is not None
         line = json.dumps(
             {
@@ -147,14 +151,14 @@ class _Worker:
             return RewardResult(0.0, "timeout" if hung else "died", detail)
         if "event" in reply:
             return RewardResult(0.0, str(reply["event"]), str(reply["detail"]))
-        return RewardResult(float(reply["score"]))
+        return RewardResult(float(reply["score"]), fields=reply["fields"])
 
     def stop(self) -> None:
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        for stream in (self._process.stdin, self._process.stdout, self._log):
+        for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):  # a request that was not taken any more
                     stream.close()
@@ -184,7 +188,26 @@ class _Worker:
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=1)
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").split("\n")
+        lines = self._log.text().split("\n")
         code = self._process.returncode if self._process is not None else None
         return next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code}")[:300]
+
+
+class _Tail:
+    """Reads a pipe to its end and keeps what came last: a function that prints without end fills no disk."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._kept = b""
+        self._thread = threading.Thread(target=self._drain, name="reward log", daemon=True)
+        self._thread.start()
+
+    def text(self) -> str:
+        """What came last, once the pipe has ended; a process that outlives its worker may hold it open."""
+        self._thread.join(timeout=1)
+        return self._kept.decode(errors="replace")
+
+    def _drain(self) -> None:
+        with self._stream:
+            while data := os.read(self._stream.fileno(), 65536):
+                self._kept = (self._kept + data)[-4096:]

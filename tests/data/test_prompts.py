@@ -1,6 +1,9 @@
 """Reading prompts in verl's layout, and splitting them."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pyarrow
 import pyarrow.parquet
@@ -39,7 +42,7 @@ def test_what_is_optional(tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "x", "reward_model": {"ground_truth": 4}}\n')
     first, second = read_prompts(tmp_path / "mine.jsonl")
     assert first == Prompt([{"role": "user", "content": "hello"}], None, "mine", {})
-    assert second.ground_truth == "4"
+    assert second.ground_truth == 4
 
 
 @pytest.mark.parametrize(
@@ -81,6 +84,64 @@ def test_files_that_cannot_be_used(tmp_path):
     (tmp_path / "p.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(UsageError, match="not a readable parquet file"):
         read_prompts(tmp_path / "p.parquet")
+
+
+def test_nested_columns_arrive_as_they_are(tmp_path):
+    """Structs within structs, lists in them, nulls where other rows have keys; unknown columns are left alone."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "1+1?", "name": None}],
+            "reward_model": {"style": "rule", "ground_truth": ["2", "two"]},
+            "extra_info": {"index": 1, "interaction": {"tools": [{"name": "calc"}], "limit": 0.5}},
+            "embedding": [0.5, 0.25],
+        },
+        {"prompt": [{"role": "user", "content": "hm?"}], "reward_model": None, "extra_info": None},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    first, second = read_prompts(tmp_path / "p.parquet")
+    assert first.messages == [{"role": "user", "content": "1+1?"}]
+    assert first.ground_truth == ["2", "two"]
+    assert first.extra_info == {"index": 1, "interaction": {"tools": [{"name": "calc"}], "limit": 0.5}}
+    assert second == Prompt([{"role": "user", "content": "hm?"}], None, "p", {})
+
+
+def test_a_bad_row_of_a_parquet_file_is_named_or_skipped(tmp_path):
+    path = tmp_path / "p.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ROWS[0], ROWS[1] | {"prompt": None}, ROWS[1]]), path)
+    with pytest.raises(UsageError, match=r"p\.parquet, row 2: column 'prompt' must be a list of chat messages"):
+        read_prompts(path)
+    reports: list[str] = []
+    assert [prompt.ground_truth for prompt in read_prompts(path, "skip", reports.append)] == ["2", "3"]
+    assert len(reports) == 1 and "row 2" in reports[0]
+
+
+def test_a_data_set_by_its_name(tmp_path, monkeypatch):
+    """A directory is a data set to `datasets.load_dataset` as one of the Hub is."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "data"
+    folder.mkdir()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "train.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[:1]), folder / "test.parquet")
+    prompts = read_prompts(f"hub:{folder}")
+    assert prompts == read_prompts(folder / "train.parquet") == read_prompts(f"hub:{folder}:default:train")
+    assert read_prompts(f"hub:{folder}:test") == read_prompts(f"hub:{folder}:train[:1]") == prompts[:1]
+    with pytest.raises(UsageError, match=r"hub:.*:valid cannot be loaded \(ValueError: Unknown split") as error:
+        read_prompts(f"hub:{folder}:valid")
+    assert "\n" not in str(error.value)
+    for name in ("hub:", "hub:a::train", "hub:a:b:c:d"):
+        with pytest.raises(UsageError, match="is no data set: write hub:NAME"):
+            read_prompts(name)
+
+
+def test_a_data_set_that_cannot_be_had_is_one_line():
+    """In a process that is told at its start that there is no network."""
+    script = "from forerun.data.prompts import read_prompts; read_prompts('hub:no-such-owner/no-such-data')"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+    )
+    last = done.stderr.splitlines()[-1]
+    assert "UsageError: hub:no-such-owner/no-such-data cannot be loaded (" in last
+    assert last.endswith("check the name and the connection, or give a local .parquet file")
 
 
 def test_split_is_disjoint_complete_and_repeatable():

@@ -54,6 +54,7 @@ def test_extraction():
 def test_exact_match():
     assert exact_match([], " yes\n", "yes", {}) == 1.0
     assert exact_match([], "yes!", "yes", {}) == 0.0
+    assert exact_match([], "4", 4, {}) == exact_match([], '["a", 1]', ["a", 1], {}) == 1.0
     with pytest.raises(ValueError, match="needs a ground truth"):
         exact_match([], "yes", None, {})
 
