@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.algorithms.aggregation import LossAggMode
-from forerun.config import AlgorithmConfig
+from forerun.config import AlgorithmConfig, RolloutCorrectionConfig
 from forerun.data.batch import Batch
 from forerun.data.chat import response_document
 from forerun.data.packing import pack
@@ -51,3 +53,77 @@ def test_the_step_s_loss_is_the_mean_that_was_asked_for(mode: LossAggMode, size:
         total += objective(log_probs, batch)[0]
     assert float(total) == pytest.approx(by_hand(mode), rel=1e-6)
     assert objective.figures()["log_prob_gap_max"] == 0
+
+
+# Every response with log-probs of its own under the four policies: drawn once, the same in any split.
+POLICIES = ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+DRAWN = [
+    {name: (-2 * torch.rand(answer, generator=draw, dtype=torch.float64)).tolist() for name in POLICIES}
+    for draw in [torch.Generator().manual_seed(4)]
+    for _, answer, _ in RESPONSES
+]
+FULL = AlgorithmConfig(
+    clip_ratio_low=0.2,
+    clip_ratio_high=0.28,
+    clip_ratio_c=1.4,
+    loss_scale_factor=7.0,
+    use_kl_loss=True,
+    kl_loss_coef=0.3,
+    kl_loss_type="low_var_kl",
+    rollout_correction=RolloutCorrectionConfig(
+        rollout_is="sequence", rollout_is_threshold="1.6", rollout_rs="token_k1", rollout_rs_threshold="0.4_2.5"
+    ),
+)
+
+
+def full_by_hand(mode: str) -> tuple[float, float, int]:
+    """(policy loss, KL, tokens kept) of the step: off policy, with dual clip, sequence weights and rejected tokens."""
+    losses, kls = [], []
+    for (_, answer, advantage), drawn in zip(RESPONSES, DRAWN, strict=True):
+        new, old, ref, rollout = (drawn[name] for name in POLICIES)
+        weight = min(math.exp(sum(o - r for o, r in zip(old, rollout, strict=True))), 1.6)
+        losses.append([])
+        kls.append([])
+        for i in range(answer):
+            if not 0.4 <= math.exp(rollout[i] - old[i]) <= 2.5:
+                continue
+            ratio = math.exp(new[i] - old[i])
+            loss = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.28))
+            if advantage < 0:
+                loss = min(loss, -advantage * 1.4)
+            losses[-1].append(loss * weight)
+            kls[-1].append(math.exp(ref[i] - new[i]) - 1 - (ref[i] - new[i]))
+
+    def mean(parts: list[list[float]]) -> float:
+        parts = [part for part in parts if part]
+        total = sum(map(sum, parts))
+        return {
+            "token-sum": total,
+            "token-mean": total / sum(map(len, parts)),
+            "seq-mean-token-sum": total / len(parts),
+            "seq-mean-token-sum-norm": total / len(parts) / 7.0,
+            "seq-mean-token-mean": sum(sum(part) / len(part) for part in parts) / len(parts),
+        }[mode]
+
+    return mean(losses), mean(kls), sum(map(len, losses))
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
+def test_with_everything_at_once_it_is_still_the_mean_over_the_step(mode: LossAggMode, size: int) -> None:
+    documents = [
+        response_document([1] * prompt, [2] * answer, {"advantages": advantage} | drawn)
+        for (prompt, answer, advantage), drawn in zip(RESPONSES, DRAWN, strict=True)
+    ]
+    batches = [batch for at in range(0, 4, size) for batch in pack(documents[at : at + size], 20, size)]
+    objective = PolicyObjective(batches, replace(FULL, loss_agg_mode=mode), LONGEST)
+    sums = {"loss": 0.0, "pg_loss": 0.0, "kl_loss": 0.0}
+    for batch in batches:
+        loss, metrics = objective(batch.extras["log_probs"].double(), batch)
+        for name, value in {"loss": loss, **metrics}.items():
+            sums[name] += float(value)
+    policy, kl, kept = full_by_hand(mode)
+    assert sums == pytest.approx({"loss": policy + 0.3 * kl, "pg_loss": policy, "kl_loss": kl}, rel=1e-5)
+    tokens = sum(answer for _, answer, _ in RESPONSES)
+    assert objective.figures()["rollout_rs_masked_fraction"] == pytest.approx(1 - kept / tokens)
+    assert 0 < kept < tokens and objective.stats.clipped and objective.stats.clipped_lower
