@@ -71,6 +71,7 @@ class DataParallel:
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, sharding: ShardingConfig) -> None:
         self.rank, self.size = (0, 1) if mesh is None else (mesh.get_rank(), mesh.size())
+        self.sharded = mesh is not None
         self._runner = _Runner(model)
         self._group: dist.ProcessGroup | None = None
         if mesh is None:
@@ -81,20 +82,12 @@ class DataParallel:
     def run(self, function: Callable[[], Result]) -> Result:
         """Call `function`, in which embedding, LM head and norms may be used. Every rank calls it as often.
 
-        A loss must be among what it returns as it is or in a tuple: its backward pass is hooked there. Where none
-        follows, call `release`.
+        A loss must be among what it returns as it is or in a tuple: its backward pass is hooked there.
         """
-        try:
-            return self._runner(function)
-        finally:
-            if not torch.is_grad_enabled():
-                self.release()
-
-    def release(self) -> None:
-        """Free gathered weights, which backward does itself: the next step would leave them as they are."""
-        for module in self._runner.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        result = self._runner(function)
+        if not torch.is_grad_enabled() and isinstance(self._runner, FSDPModule):
+            self._runner.reshard()  # as backward would: a rollout that follows wants the memory
+        return result
 
     def deal(self, items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
         """This rank's items, each with whether it counts.

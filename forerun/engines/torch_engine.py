@@ -176,7 +176,6 @@ class TorchEngine:
                 mtp = mtp if own else MTPStats(torch.zeros_like(mtp.sums))
                 stats = mtp if stats is None else stats.merge(mtp)
             if self.ranks.any(~torch.isfinite(total)):
-                self.ranks.release()
                 self._non_finite("loss", metrics)
                 break
             if total.requires_grad:
@@ -382,8 +381,8 @@ class TorchEngine:
         return extra
 
     def _state_dict(self) -> dict[str, Tensor] | None:
-        """The whole state dict, in rank 0's host memory; None in one process, where the model's own will do."""
-        if self.ranks.size == 1:
+        """The whole state dict, in rank 0's host memory; None without shards, where the model's own will do."""
+        if not self.ranks.sharded:
             return None
         gathered: dict[int, Tensor] = {}  # tied tensors once
         state_dict = {}

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import forerun
@@ -27,6 +28,7 @@ from forerun.engines.protocol import NonFiniteError
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.errors import ForerunError, UsageError
 from forerun.models.attach import attach
+from forerun.models.carrier import named_weights
 from forerun.mtp.config import MTPConfig
 from forerun.trainers.batching import make_rows, micro_batches
 from tests.float64 import with_float64_norms
@@ -222,16 +224,16 @@ def rank_trunks(group: dist.ProcessGroup, case: Case) -> list[dict[str, Tensor]]
     return trunks
 
 
-def rank_saves(group: dist.ProcessGroup, argument: tuple[Case, Path, int]) -> Any:
-    """Train to the end, with a checkpoint on the way; or go on from the one that is there."""
-    case, place, saved_at = argument
+def rank_saves(group: dist.ProcessGroup, argument: tuple[Case, Path, bool]) -> Any:
+    """Train, with a checkpoint on the way; or go on from the one that is there."""
+    case, place, resumes = argument
     made = engine(case, mesh_of(case, group))
-    if not (place / "checkpoint").exists():
-        train(made, saved_at)
+    if not resumes:
+        train(made, 2)
         made.save(place / "checkpoint", {"place": 3})
     else:
         assert made.load(place / "checkpoint") == {"place": 3}
-    shown = train(made, STEPS - saved_at, first=saved_at)
+    shown = train(made, STEPS - 2, first=2)
     made.export(place / f"model-{group.size()}")
     return shown["weights"]
 
@@ -239,11 +241,11 @@ def rank_saves(group: dist.ProcessGroup, argument: tuple[Case, Path, int]) -> An
 @pytest.mark.parametrize("case", [Case(depths=2), Case(depths=2, trunk="moe", tied=False)], ids=["dense", "experts"])
 def test_a_checkpoint_resumes_on_another_number_of_ranks(case: Case, ranks: Ranks, tmp_path: Path) -> None:
     alone = train(engine(case))["weights"]
-    for size in (2, 4):
-        for weights in ranks.run(rank_saves, [(case, tmp_path, 2)] * size):
+    for size, resumes in ((2, False), (4, True)):
+        for weights in ranks.run(rank_saves, [(case, tmp_path, resumes)] * size):
             assert_close(weights, alone)
         exported = forerun.load(tmp_path / f"model-{size}", dtype=torch.float64)
-        assert_close(dict(forerun.models.carrier.named_weights(exported)), alone)
+        assert_close(dict(named_weights(exported)), alone)
     resumed = engine(case)
     resumed.load(tmp_path / "checkpoint")
     assert resumed.global_step == 2
@@ -282,6 +284,16 @@ def test_what_goes_wrong_on_one_rank_is_said_on_all(ranks: Ranks, tmp_path: Path
         assert all("cannot write" in line for line in said[2:])
     for said in ranks.run(rank_fails, [(Case(on_nonfinite="skip"), blocked)] * 2):
         assert len(said) == 3 and said[0] == "1.0"
+
+
+def test_weights_are_shards_again_when_nothing_is_to_be_differentiated(ranks: Ranks) -> None:
+    assert ranks.run(rank_shards, [Case()] * 2) == [True, True]
+
+
+def rank_shards(group: dist.ProcessGroup, case: Case) -> bool:
+    made = engine(case, mesh_of(case, group))
+    made.log_probs(step_batches(0))
+    return all(isinstance(parameter, DTensor) for parameter in made.model.parameters())
 
 
 def test_cached_hiddens_are_for_one_process(ranks: Ranks) -> None:
