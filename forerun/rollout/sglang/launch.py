@@ -1,0 +1,206 @@
+"""An SGLang server of our own: its launch arguments, its process, and waiting until it answers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from forerun.errors import ForerunError, UsageError
+from forerun.mtp.config import MTPConfig
+from forerun.rollout.sglang.client import Client
+from forerun.rollout.sglang.transport import free_port
+
+_HOST = "127.0.0.1"
+_POLL_S = 0.5
+_STOP_S = 20.0
+# Would change what log-probs mean.
+_UNWANTED = ("SGLANG_RETURN_ORIGINAL_LOGPROB",)
+
+
+@dataclass(frozen=True)
+class LaunchSettings:
+    """What to start. None leaves a setting to SGLang.
+
+    Attributes:
+        model_dir: a checkpoint in a layout that SGLang serves, see docs/serving.md.
+        python: interpreter of the environment that SGLang is installed in.
+        port: 0 takes a free one.
+        tensor_parallel_size: GPUs.
+        dtype: "auto" is the checkpoint's.
+        max_num_seqs: requests that run at once; SGLang's own default while drafting is 48.
+        max_model_len: longest prompt + completion.
+        gpu_memory_utilization: share of the GPU's memory for weights and caches.
+        deterministic: results do not depend on the batch and seeds are obeyed; slower.
+        sleeps: memory can be given back.
+        keeps_weights: a copy in the CPU's memory survives that.
+        trust_remote_code: run the Python files of the checkpoint.
+        seed: SGLang's.
+        start_timeout_s: seconds until it must answer.
+        extra_arguments: appended as they are.
+    """
+
+    model_dir: Path
+    python: str = "python"
+    port: int = 0
+    tensor_parallel_size: int = 1
+    dtype: str = "auto"
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    gpu_memory_utilization: float | None = None
+    deterministic: bool = False
+    sleeps: bool = True
+    keeps_weights: bool = False
+    trust_remote_code: bool = False
+    seed: int = 0
+    start_timeout_s: float = 1200.0
+    extra_arguments: tuple[str, ...] = field(default=())
+
+
+def launch_arguments(settings: LaunchSettings, mtp: MTPConfig | None, port: int) -> list[str]:
+    """What follows the interpreter: -m sglang.launch_server and its arguments.
+
+    Raises:
+        UsageError: drafting settings that SGLang would refuse, change on its own, or not draft with our block under.
+    """
+    arguments = ["-m", "sglang.launch_server", "--model-path", str(settings.model_dir)]
+    arguments += ["--host", _HOST, "--port", str(port), "--tp-size", str(settings.tensor_parallel_size)]
+    # Defaults for sampling must not come from the checkpoint's generation_config.json.
+    arguments += ["--dtype", settings.dtype, "--sampling-defaults", "openai", "--random-seed", str(settings.seed)]
+    for name, value in (
+        ("--max-running-requests", settings.max_num_seqs),
+        ("--context-length", settings.max_model_len),
+        ("--mem-fraction-static", settings.gpu_memory_utilization),
+    ):
+        if value is not None:
+            arguments += [name, str(value)]
+    for name, wanted in (
+        ("--enable-deterministic-inference", settings.deterministic),
+        ("--enable-memory-saver", settings.sleeps),
+        ("--enable-weights-cpu-backup", settings.keeps_weights),
+        ("--trust-remote-code", settings.trust_remote_code),
+    ):
+        if wanted:
+            arguments.append(name)
+    if mtp is not None and mtp.enable_rollout and mtp.speculative_num_steps > 0:
+        arguments += _drafting(mtp)
+    return [*arguments, *settings.extra_arguments]
+
+
+def _drafting(mtp: MTPConfig) -> list[str]:
+    algorithm, steps, topk, tokens = (
+        mtp.speculative_algorithm.upper(),
+        mtp.speculative_num_steps,
+        mtp.speculative_eagle_topk,
+        mtp.speculative_num_draft_tokens,
+    )
+    if algorithm not in ("EAGLE", "NEXTN"):
+        raise UsageError(
+            f"mtp.speculative_algorithm={mtp.speculative_algorithm!r}: SGLang drafts with a model's own MTP block "
+            "under EAGLE and NEXTN (two names of one thing)"
+        )
+    if topk < 1:
+        raise UsageError(f"mtp.speculative_eagle_topk={topk} must be at least 1")
+    if topk == 1 and tokens != steps + 1:
+        raise UsageError(
+            f"mtp.speculative_num_draft_tokens={tokens}: with speculative_eagle_topk=1 SGLang verifies "
+            f"speculative_num_steps + 1 tokens; set it to {steps + 1}"
+        )
+    # A tree keeps the best of topk tokens at depth 1 and topk * topk at every further one.
+    most = 1 + topk + (steps - 1) * topk * topk
+    if not 2 <= tokens <= most:
+        raise UsageError(
+            f"mtp.speculative_num_draft_tokens={tokens} must lie between 2 and {most}, the largest tree of "
+            f"speculative_num_steps={steps} and speculative_eagle_topk={topk}"
+        )
+    if mtp.acceptance == "rejection" and topk != 1:
+        raise UsageError(
+            f"mtp.acceptance=rejection with mtp.speculative_eagle_topk={topk}: SGLang rejects along a chain alone; "
+            "set mtp.acceptance=match, or speculative_eagle_topk=1"
+        )
+    arguments = ["--speculative-algorithm", algorithm, "--speculative-num-steps", str(steps)]
+    arguments += ["--speculative-eagle-topk", str(topk), "--speculative-num-draft-tokens", str(tokens)]
+    # Without it SGLang accepts a draft with the target's probability of it, which is `match`'s rate.
+    return [*arguments, "--speculative-use-rejection-sampling"] if mtp.acceptance == "rejection" else arguments
+
+
+class ServerProcess:
+    """A server that we started, with all processes that it started.
+
+    Attributes:
+        base_url: where it answers.
+        log: the file that holds what it printed.
+    """
+
+    def __init__(self, command: list[str], base_url: str) -> None:
+        self.base_url = base_url
+        handle, name = tempfile.mkstemp(prefix="forerun-sglang-", suffix=".log")
+        self.log = Path(name)
+        environment = {name: value for name, value in os.environ.items() if name not in _UNWANTED}
+        with os.fdopen(handle, "wb") as log:
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment | {"HF_HUB_OFFLINE": "1"},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise UsageError(f"cannot start SGLang with {command[0]}: {error.strerror}: check `python`") from None
+
+    def wait(self, timeout_s: float) -> None:
+        """Until /health says yes.
+
+        Raises:
+            ForerunError: it ended, or the time is over; the process is gone then.
+        """
+        client = Client(self.base_url, timeout_s=30.0)
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if (code := self._process.poll()) is not None:
+                raise ForerunError(f"SGLang ended with exit code {code}: {self._last_words()} (whole log: {self.log})")
+            with suppress(ForerunError):  # nobody listens yet, or it answers 503 while it loads
+                client.get("/health")
+                return
+            time.sleep(_POLL_S)
+        self.stop()
+        raise ForerunError(f"SGLang did not answer within {timeout_s:.0f} s: {self._last_words()} (log: {self.log})")
+
+    def _last_words(self) -> str:
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1].strip()[:300] if lines else "it printed nothing"
+
+    def stop(self) -> None:
+        """End it and what it started."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_S)
+                return
+
+
+def launch(settings: LaunchSettings, mtp: MTPConfig | None) -> ServerProcess:
+    """Start a server on the loopback interface and wait until it answers.
+
+    Raises:
+        UsageError: settings that SGLang would not take, or no such interpreter or checkpoint.
+        ForerunError: it did not come up.
+    """
+    if not settings.model_dir.is_dir():
+        raise UsageError(f"{settings.model_dir} is not a directory: give the checkpoint that SGLang should serve")
+    port = settings.port or free_port()
+    process = ServerProcess([settings.python, *launch_arguments(settings, mtp, port)], f"http://{_HOST}:{port}")
+    try:
+        process.wait(settings.start_timeout_s)
+    except BaseException:
+        process.stop()
+        raise
+    return process

@@ -1,0 +1,112 @@
+"""One call of `generate`: every request a /generate of its own, so that the server batches them as it likes."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import Any
+
+from forerun.errors import ForerunError
+from forerun.rollout.protocol import Completion, Request
+from forerun.rollout.sglang.client import Client
+from forerun.rollout.sglang.completion import aborted, to_completion
+from forerun.rollout.sglang.sampling import to_sglang, top_log_probs_wanted
+from forerun.rollout.sglang.server import ServerFacts
+
+# An abort that overtakes its request is lost on the server, so it is sent again until the request has ended.
+_ABORT_AGAIN_S = 0.05
+
+
+class Run:
+    """The requests in flight.
+
+    Args:
+        client: the server.
+        facts: its settings.
+        requests: to complete, ids all different.
+        seeds: one for each request, None where the server obeys none.
+        version: of the weights.
+        max_connections: requests that are with the server at once.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        facts: ServerFacts,
+        requests: Sequence[Request],
+        seeds: Sequence[int | None],
+        version: int,
+        max_connections: int,
+    ) -> None:
+        self.client, self.facts, self.version = client, facts, version
+        self.requests = list(requests)
+        self.seeds = list(seeds)
+        self.workers = max(1, min(len(requests), max_connections))
+        # SGLang aborts every request whose id *begins with* the given one: ids of equal length, and of this run alone.
+        run = uuid.uuid4().hex
+        self.rids = {request.request_id: f"{run}-{i:09d}" for i, request in enumerate(requests)}
+        self._aborting: set[str] = set()
+        self._ended: set[str] = set()
+        self._lock = threading.Lock()
+
+    def finished(self) -> Generator[tuple[int, Completion], None, None]:
+        """Run to the end; yields (index of the request, completion) as they end.
+
+        Raises:
+            ForerunError: the server refused a request or is gone; the others are aborted.
+        """
+        with ThreadPoolExecutor(self.workers, thread_name_prefix="sglang") as pool:
+            indices = {pool.submit(self._complete, i): i for i in range(len(self.requests))}
+            pending: set[Future[Completion]] = set(indices)
+            try:
+                while pending:
+                    done, pending = wait(pending, timeout=_ABORT_AGAIN_S, return_when=FIRST_COMPLETED)
+                    for future in sorted(done, key=indices.__getitem__):
+                        yield indices[future], future.result()
+                    self._send_aborts()
+            finally:  # after an error, here or in the caller's `on_finish`, nothing must go on running
+                while pending:
+                    self.abort(self.rids)
+                    _, pending = wait(pending, timeout=_ABORT_AGAIN_S)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """See `RolloutEngine.abort`."""
+        with self._lock:
+            self._aborting.update(request_id for request_id in request_ids if request_id in self.rids)
+        self._send_aborts()
+
+    def _send_aborts(self) -> None:
+        with self._lock:
+            running = self._aborting - self._ended
+        for request_id in running:
+            with suppress(ForerunError):  # a server that is gone shows in the request itself
+                self.client.post("/abort_request", {"rid": self.rids[request_id]}, timeout_s=10)
+
+    def _complete(self, index: int) -> Completion:
+        request = self.requests[index]
+        try:
+            with self._lock:
+                if request.request_id in self._aborting:
+                    return aborted(request)
+            answer = self.client.post("/generate", self._body(index))
+            return to_completion(request, answer, self.facts, self.version)
+        finally:
+            with self._lock:
+                self._ended.add(request.request_id)
+
+    def _body(self, index: int) -> dict[str, Any]:
+        request = self.requests[index]
+        room = self.facts.context_length - len(request.prompt_token_ids)
+        wanted = top_log_probs_wanted(request.sampling)
+        return {
+            "rid": self.rids[request.request_id],
+            "input_ids": list(request.prompt_token_ids),
+            "sampling_params": to_sglang(request.sampling, min(request.sampling.max_tokens, room), self.seeds[index]),
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "stream": False,
+            **({"top_logprobs_num": wanted} if wanted else {}),
+        }
