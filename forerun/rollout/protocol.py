@@ -174,8 +174,8 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def drafter_digest(self) -> str:
-        """Hash of the drafter's weights as the engine holds them (`rollout.sync.digest`)."""
+    def drafter_digest(self) -> str | None:
+        """Hash of the drafter's weights as the engine holds them (`rollout.sync.digest`); None if it cannot know."""
         ...
 
     def speculation_totals(self) -> SpeculationTotals | None:

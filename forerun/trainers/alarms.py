@@ -85,9 +85,9 @@ class Alarms:
                 "digests, train the head first (forerun sft), or set mtp.enable_rollout=false",
             )
 
-    def drafter_digest(self, step: int, trainer: str, rollout: str) -> bool:
-        """True if the rollout engine's drafter has the trainer's weights."""
-        if trainer == rollout:
+    def drafter_digest(self, step: int, trainer: str, rollout: str | None) -> bool:
+        """False if the rollout engine's drafter has other weights than the trainer's; None: it cannot know."""
+        if rollout is None or trainer == rollout:
             return True
         self._raise(
             "drafter_digest_mismatch",
