@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from forerun import MTPConfig, attach
@@ -32,6 +32,7 @@ from forerun.models.training import mtp_forward
 from forerun.models.trunk import base_model
 from forerun.mtp import MTPStats, depth_counts, graft, reduce_counts
 from forerun.mtp.stats import FIELDS
+from tests.float64 import with_float64_norms
 from tests.mtp.ranks import Ranks
 
 VOCAB = 13
@@ -100,14 +101,6 @@ def model_for(trunk: str, depths: int) -> MTPCarrier:
     mtp = MTPConfig(enable=True, enable_train=True, num_layers=depths, mtp_loss_scaling_factor=SCALE, chunk_size=3)
     with_float64_norms(model)
     return attach(model.double(), mtp, init="plain", seed=1).double().train()
-
-
-def with_float64_norms(model: PreTrainedModel) -> None:
-    """Transformers' RMS norms compute in float32 whatever the weights' dtype is."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if name.endswith("norm"):
-                setattr(module, name, nn.RMSNorm(child.weight.shape[0], eps=1e-6))
 
 
 def configured(setting: Setting) -> MTPCarrier:
