@@ -43,6 +43,7 @@ def test_interpolation() -> None:
     assert config.trainer.output_dir == "runs/some/model"
 
 
+CORRECTION = "algorithm.rollout_correction"
 BAD = [
     ("optim.lrr=1", "unknown configuration key optim.lrr; did you mean optim.lr?"),
     ("lr=1", "unknown configuration key lr; did you mean optim.lr?"),
@@ -73,6 +74,22 @@ BAD = [
     ("reward.overlong_buffer={enable: true, len: 999}", "reward.overlong_buffer.len=999 is longer than"),
     ("data.on_too_long=truncate", "data.on_too_long=truncate would cut off what a prompt ends with"),
     ("algorithm.clip_ratio_low=1", "algorithm.clip_ratio_low=1.0 must be less than 1"),
+    ("algorithm.clip_ratio_c=1", "algorithm.clip_ratio_c=1.0 must be greater than 1"),
+    ("algorithm.adv_estimator=gae", "algorithm.adv_estimator=gae must be one of grpo, rloo"),
+    ("algorithm.kl_loss_type=full", "algorithm.kl_loss_type=full must be one of kl, k1, abs, mse, k2, low_var_kl, k3"),
+    ("algorithm.kl_penalty=k3+", "algorithm.kl_penalty=k3+ must be one of kl, k1, abs, mse, k2, low_var_kl, k3"),
+    (
+        "algorithm.loss_scale_factor=3",
+        "loss_scale_factor is of algorithm.loss_agg_mode=seq-mean-token-sum-norm, not of",
+    ),
+    ("algorithm.filter_groups.max_num_gen_batches=-1", "max_num_gen_batches=-1 must be at least 0"),
+    ("data.gen_batch_size=4", "data.gen_batch_size is of algorithm.filter_groups.enable=true"),
+    (f"{CORRECTION}.rollout_is=both", "rollout_is=both must be one of token, sequence or null"),
+    (f"{CORRECTION}.rollout_is_threshold=0.5_5", "rollout_is_threshold=0.55 must be at least 1, or a range"),
+    (f"{CORRECTION}.rollout_is_threshold=big", "rollout_is_threshold: 'big' is neither a positive number nor a range"),
+    (f"{CORRECTION}.rollout_rs=token_k1", "rollout_rs_threshold go together: set both or neither"),
+    (f"{CORRECTION}={{rollout_rs: k9, rollout_rs_threshold: 2}}", "'k9' is not one of token_k1"),
+    (f"{CORRECTION}={{bypass_mode: true, rollout_is: token}}", "bypass_mode=true leaves rollout_is and rollout_rs"),
     ("rollout.top_p=0", "rollout.top_p=0.0 must be greater than 0"),
     ("rollout.engine=turbo", "rollout.engine=turbo must be one of native"),
     ("ppo_mini_batch_size=3", "train_batch_size=8 is no multiple of ppo_mini_batch_size=3"),
@@ -139,6 +156,12 @@ def test_a_configuration_built_in_python_is_checked_alike() -> None:
     config.model.dtype = "int8"  # type: ignore[assignment]
     with pytest.raises(UsageError, match=r"model\.dtype='int8' must be one of"):
         check(config)
+    rl = load_config(RLConfig, None, REQUIRED)
+    rl.algorithm.rollout_correction.rollout_is = "both"  # type: ignore[assignment]
+    with pytest.raises(
+        UsageError, match=r"rollout_correction\.rollout_is='both' must be one of token, sequence or null"
+    ):
+        check(rl)
 
 
 def test_contradictions() -> None:
