@@ -218,6 +218,77 @@ def convert(
     return work
 
 
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Option(help="Checkpoint directory, config.json, or a known model: deepseek-r1, mimo-7b, ...")
+    ],
+    hardware: Annotated[
+        str | None, typer.Option(help="Spec sheet: h100, h200, h20, h800, a100, b200, gaudi2, gaudi3 or cpu.")
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Instead, measure steps and acceptance here, with the native engine.")
+    ] = False,
+    acceptance: Annotated[
+        str | None, typer.Option(help="Accepted drafts per draft at each depth: 0.88,0.77,0.66.", metavar="A,B,...")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Without --acceptance: measure it on this text (--calibrate: prompts, by line).")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of the rollouts, for what is measured.")] = 0.0,
+    batch: Annotated[
+        str,
+        typer.Option(
+            help="Rows: 32, a list 32,8,1, rows:tokens 32:100,1:900, a long tail tail:ROWS:LONGEST, or @FILE of "
+            "completion lengths."
+        ),
+    ] = "tail:32:2048",
+    prompt_length: Annotated[int, typer.Option(min=0, help="Tokens of a prompt, before known lengths.")] = 512,
+    context: Annotated[float, typer.Option(min=1, help="Tokens in a row's cache, where lengths are not known.")] = 1024,
+    max_depth: Annotated[
+        int | None, typer.Option(min=1, max=16, help="Deepest depth. Default: those of --acceptance, or 3.")
+    ] = None,
+    weights: Annotated[str | None, typer.Option(help="float32, bfloat16 or fp8. Default: the config's.")] = None,
+    kv_cache: Annotated[str, typer.Option(help="float32, bfloat16 or fp8.")] = "bfloat16",
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices that share each layer and its experts.")] = 1,
+    eager: Annotated[bool, typer.Option("--eager", help="The engine launches kernels one by one.")] = False,
+    max_step_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens that the engine takes in one decode step.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")] = False,
+) -> Work:
+    """Predict whether speculation pays, at what depth and up to what batch size. Loads no model unless it measures."""
+
+    def work() -> int:
+        from forerun.planner.command import PlanOptions, parse_acceptance, parse_precision, run
+        from forerun.planner.cost import Deployment
+
+        return run(
+            PlanOptions(
+                model=model,
+                hardware=hardware,
+                acceptance=None if acceptance is None else parse_acceptance(acceptance),
+                text=text,
+                temperature=temperature,
+                batch=batch,
+                prompt_length=prompt_length,
+                context=context,
+                max_depth=max_depth,
+                weights=None if weights is None else parse_precision(weights, "--weights"),
+                deployment=Deployment(
+                    tensor_parallel=tensor_parallel,
+                    launch="eager" if eager else "graph",
+                    cache=parse_precision(kv_cache, "--kv-cache"),
+                    max_tokens=max_step_tokens,
+                ),
+                calibrate=calibrate,
+                as_json=as_json,
+            )
+        )
+
+    return work
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0, 1 (failed), 2 (unusable input) or 130 (interrupted)."""
 

@@ -20,7 +20,7 @@ LAYERS: list[set[str]] = [
     {"rollout", "engines"},
     {"config"},
     {"config_file"},
-    {"trainers"},
+    {"trainers", "planner"},
     {"generation", "demo", "doctor"},
     {"cli"},
 ]

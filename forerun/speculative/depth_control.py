@@ -111,7 +111,7 @@ class Acceptance:
             self._seen[k] = self._now
 
     def tokens(self, doubt: float = 0.0) -> list[float]:
-        """Expected tokens of a row's step with 0..max_depth drafts; `doubt` errors and drifts above what is believed."""
+        """Expected tokens of a row's step with 0..max_depth drafts; `doubt` errors and drifts above belief."""
         tokens, survive, share = [1.0], 1.0, _PRIOR_ACCEPTANCE
         for (reached, kept), seen in zip(self._long, self._seen, strict=True):
             # A depth that was not tried is believed to be like the one before.

@@ -21,7 +21,7 @@ _OFFSET = 3
 _REACH = 2.3
 _NEAR = tuple((d, math.exp(-0.5 * (d / _REACH) ** 2)) for d in range(-6, 7))
 # Weight of the law against corrections, in steps.
-_LAW_WEIGHT = 0.3
+_LAW_WEIGHT = 3.0
 # What a pass of the drafter costs beyond verifying its draft, as a share of a step's fixed and per-token costs, where
 # measurements do not say; and how firmly that is believed.
 _DRAFTER_SHARE = 0.1

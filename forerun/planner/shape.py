@@ -1,0 +1,228 @@
+"""What a decode step must touch, from a model's config.json: weights, cache and state of each layer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import UsageError
+from forerun.planner.hardware import Precision
+
+# Kernels that a step launches per part of a layer, as fused as vLLM and SGLang have them: norms; projections, rotary
+# embedding, cache write, attention; the same with latent compression; a gated delta net; gated MLP; router, sorting,
+# grouped products, combination and shared expert of a mixture of experts.
+_NORMS, _ATTENTION, _LATENT, _DELTA_NET, _MLP, _EXPERTS = 2, 7, 13, 16, 3, 12
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One decoder layer, in values (not bytes).
+
+    Attributes:
+        weights: read by every step whatever it holds.
+        experts, experts_per_token, expert_weights: routed experts, how many a token uses, weights of one.
+        cached: values that the cache holds per token and that every step reads.
+        split_cache: ways in which tensor parallelism can divide the cache.
+        window: tokens that attention looks back at most; None is all.
+        state: values of a recurrent state per row.
+        attention_flops: operations per (token, token it attends to).
+        state_flops: operations of the recurrence per token.
+        kernels: kernels launched.
+    """
+
+    weights: int
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_weights: int = 0
+    cached: int = 0
+    split_cache: int = 1
+    window: int | None = None
+    state: int = 0
+    attention_flops: int = 0
+    state_flops: int = 0
+    kernels: int = 0
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A trunk, and the MTP layer that drafts for it.
+
+    Attributes:
+        name: for people.
+        layers: the trunk's.
+        drafter: the MTP layer with its projection; the LM head comes on top of it.
+        head: weights of the LM head.
+        vocab_size: words.
+        precision: of the layers' weights; the LM head stays in bfloat16 under fp8.
+    """
+
+    name: str
+    layers: tuple[LayerShape, ...]
+    drafter: LayerShape
+    head: int
+    vocab_size: int
+    precision: Precision = field(default="bfloat16")
+
+    @property
+    def parameters(self) -> int:
+        """Weights of layers and LM head; embeddings are looked up, not read."""
+        return self.head + sum(layer.weights + layer.experts * layer.expert_weights for layer in self.layers)
+
+    @property
+    def active(self) -> int:
+        """Weights that one token multiplies with."""
+        return self.head + sum(layer.weights + layer.experts_per_token * layer.expert_weights for layer in self.layers)
+
+
+def load_shape(model: str) -> ModelShape:
+    """The shape of a named model, of a config.json, or of the directory that holds one.
+
+    Raises:
+        UsageError: none of these, or a config that lacks a size.
+    """
+    shipped: dict[str, dict[str, Any]] = json.loads(
+        resources.files("forerun.planner").joinpath("models.json").read_text("utf-8")
+    )
+    if model.lower() in shipped:
+        return shape_of(shipped[model.lower()], model.lower())
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    if not path.is_file():
+        raise UsageError(
+            f"{model} is neither a directory with a config.json nor a known model: give one, or one of "
+            + ", ".join(shipped)
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UsageError(f"{path} cannot be read as JSON: give a Hugging Face config.json") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{path} holds no JSON object: give a Hugging Face config.json")
+    return shape_of(config, Path(model).name)
+
+
+def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
+    """The shape that a Hugging Face config.json (as a dictionary) describes.
+
+    Raises:
+        UsageError: a size is missing or not a positive number; the line names it.
+    """
+    nested = config.get("text_config")
+    text: Mapping[str, Any] = nested if isinstance(nested, Mapping) else config
+    count = _size(text, "num_hidden_layers", name)
+    if count > 10_000:
+        raise UsageError(f"{name}: num_hidden_layers={count} is no number of layers")
+    hidden, vocab = _size(text, "hidden_size", name), _size(text, "vocab_size", name)
+    layers = tuple(_layer(text, i, name) for i in range(count))
+    # The block's layer is a sibling of the trunk's last that attends.
+    sibling = next((layer for layer in reversed(layers) if layer.cached), layers[-1])
+    drafter = LayerShape(
+        **{**sibling.__dict__, "weights": sibling.weights + 2 * hidden * hidden, "kernels": sibling.kernels + 4}
+    )
+    quantised = config.get("quantization_config") or text.get("quantization_config") or {}
+    dtype = str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16")
+    precision: Precision = "fp8" if "fp8" in str(quantised.get("quant_method", "")) else "bfloat16"
+    if precision != "fp8" and dtype == "float32":
+        precision = "float32"
+    return ModelShape(name, layers, drafter, hidden * vocab, vocab, precision)
+
+
+def _layer(text: Mapping[str, Any], index: int, name: str) -> LayerShape:
+    types = text.get("layer_types") or []
+    kind = types[index] if index < len(types) else _kind_by_interval(text, index)
+    parts = [_delta_net(text, name) if kind == "linear_attention" else _attention(text, kind, name)]
+    parts.append(_experts(text, name) if _has_experts(text, index) else _mlp(text, name))
+    merged: dict[str, Any] = {"kernels": _NORMS, "weights": 0}
+    for part in parts:
+        for key, value in part.items():
+            merged[key] = merged[key] + value if key in ("kernels", "weights") else value
+    return LayerShape(**merged)
+
+
+def _kind_by_interval(text: Mapping[str, Any], index: int) -> str:
+    interval = text.get("full_attention_interval")
+    linear = interval is not None and (index + 1) % int(interval) != 0
+    return "linear_attention" if linear else "full_attention"
+
+
+def _attention(text: Mapping[str, Any], kind: str, name: str) -> dict[str, Any]:
+    hidden, heads = _size(text, "hidden_size", name), _size(text, "num_attention_heads", name)
+    if text.get("kv_lora_rank"):
+        rank, rope = _size(text, "kv_lora_rank", name), _size(text, "qk_rope_head_dim", name)
+        nope, value = _size(text, "qk_nope_head_dim", name), _size(text, "v_head_dim", name)
+        q_rank = text.get("q_lora_rank")
+        query = heads * (nope + rope)
+        weights = hidden * q_rank + q_rank * query if q_rank else hidden * query
+        weights += hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
+        # Every rank of tensor parallelism reads the whole latent cache.
+        flops = 2 * heads * (rank + rope) + 2 * heads * rank
+        return {"weights": weights, "cached": rank + rope, "attention_flops": flops, "kernels": _LATENT}
+    kv_heads = int(text.get("num_key_value_heads") or heads)
+    size = int(text.get("head_dim") or hidden // heads)
+    gated = text.get("attn_output_gate", "linear_num_value_heads" in text)
+    weights = hidden * size * (heads * (3 if gated else 2) + 2 * kv_heads)
+    window = text.get("sliding_window") if kind == "sliding_attention" else None
+    return {
+        "weights": weights,
+        "cached": 2 * kv_heads * size,
+        "split_cache": kv_heads,
+        "window": window,
+        "attention_flops": 4 * heads * size,
+        "kernels": _ATTENTION,
+    }
+
+
+def _delta_net(text: Mapping[str, Any], name: str) -> dict[str, Any]:
+    hidden = _size(text, "hidden_size", name)
+    key_size, value_size = _size(text, "linear_key_head_dim", name), _size(text, "linear_value_head_dim", name)
+    heads = _size(text, "linear_num_value_heads", name)
+    keys, values = key_size * _size(text, "linear_num_key_heads", name), value_size * heads
+    weights = hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden
+    state = heads * key_size * value_size
+    return {"weights": weights, "state": state, "state_flops": 6 * state, "kernels": _DELTA_NET}
+
+
+def _mlp(text: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {
+        "weights": 3 * _size(text, "hidden_size", name) * _size(text, "intermediate_size", name),
+        "kernels": _MLP,
+    }
+
+
+def _number_of_experts(text: Mapping[str, Any]) -> int:
+    for key in ("n_routed_experts", "num_experts", "num_local_experts"):
+        if text.get(key):
+            return int(text[key])
+    return 0
+
+
+def _has_experts(text: Mapping[str, Any], index: int) -> bool:
+    if not _number_of_experts(text) or index < int(text.get("first_k_dense_replace") or 0):
+        return False
+    if index in (text.get("mlp_only_layers") or ()):
+        return False
+    return (index + 1) % int(text.get("decoder_sparse_step") or 1) == 0
+
+
+def _experts(text: Mapping[str, Any], name: str) -> dict[str, Any]:
+    hidden = _size(text, "hidden_size", name)
+    width = int(text.get("moe_intermediate_size") or 0) or _size(text, "intermediate_size", name)
+    shared = int(text.get("shared_expert_intermediate_size") or 0) or width * int(text.get("n_shared_experts") or 0)
+    experts = _number_of_experts(text)
+    return {
+        "weights": hidden * experts + 3 * hidden * shared,
+        "experts": experts,
+        "experts_per_token": _size(text, "num_experts_per_tok", name),
+        "expert_weights": 3 * hidden * width,
+        "kernels": _EXPERTS,
+    }
+
+
+def _size(text: Mapping[str, Any], key: str, name: str) -> int:
+    value = text.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name}: {key} is {value!r} in its config.json and must be a positive integer")
+    return value
