@@ -164,6 +164,7 @@ class FusedDecoderLayer(nn.Module):
         # Rotary embedding of queries and keys at once: x * cos + rotate_half(x) * sin, the sign being in sin.
         qk = torch.addcmul(qk * step.cos, qk.roll(self.head_dim // 2, -1), step.sin)
         attended = step.attend(self.index, qk[:, :, :heads], qk[:, :, heads:], v, self.scale)
-        x = x + self.out(attended)
+        # Into the products' own outputs: neither x, which the caller holds, nor new memory.
+        x = self.out(attended).add_(x)
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(self.activation(gate) * up)
+        return self.down(self.activation(gate).mul_(up)).add_(x)

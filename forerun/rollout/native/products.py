@@ -95,6 +95,7 @@ class TunedLinear(nn.Module):
         super().__init__()
         self.weight = weight
         self.bias = bias
+        self.table = table
         # By row count, the last one for more.
         self.plans = [Plan("linear")]
         self._packed: Tensor | None = None
@@ -106,7 +107,8 @@ class TunedLinear(nn.Module):
         spelling, padded = self.plans[rows] if rows < len(self.plans) else self.plans[-1]
         if padded <= rows:
             return self.spelled(x, spelling)
-        filled = F.pad(x.reshape(rows, -1), (0, 0, 0, padded - rows))
+        filled, head = self.table.filled_up(x, rows, padded)
+        head.copy_(x.view(head.shape))
         return self.spelled(filled, spelling)[:rows].view(*x.shape[:-1], -1)
 
     def spelled(self, x: Tensor, spelling: Spelling) -> Tensor:
@@ -134,6 +136,7 @@ class ProductTable:
     def __init__(self, choice: Choice = "measure") -> None:
         self.choice: Choice = choice
         self.linears: list[TunedLinear] = []
+        self._filled: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -148,6 +151,19 @@ class ProductTable:
                 linear.plans = plans
                 if all(plan.spelling != "packed" for plan in plans):
                     linear.drop_packed()
+
+    def filled_up(self, like: Tensor, rows: int, padded: int) -> tuple[Tensor, Tensor]:
+        """Zeros [padded, I] in which to put an input of `rows` rows, and the view of these rows.
+
+        They are kept: with F.pad the filling up costs three times as much, which is 3 % of a decoding step.
+        """
+        key = (rows, padded, like.shape[-1])
+        found = self._filled.get(key)
+        if found is None:
+            with torch.inference_mode(False):  # they outlive the call, whatever mode that runs in
+                filled = torch.zeros(padded, like.shape[-1], dtype=like.dtype, device=like.device)
+                found = self._filled[key] = filled, filled[:rows]
+        return found
 
     def drop_packed(self) -> None:
         """To be called after the weights changed, or to free memory."""
