@@ -136,7 +136,7 @@ class ProductTable:
     def __init__(self, choice: Choice = "measure") -> None:
         self.choice: Choice = choice
         self.linears: list[TunedLinear] = []
-        self._filled: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self._filled: dict[tuple[int, int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -157,7 +157,7 @@ class ProductTable:
 
         They are kept: with F.pad the filling up costs three times as much, which is 3 % of a decoding step.
         """
-        key = (rows, padded, like.shape[-1])
+        key = (rows, padded, like.shape[-1], like.dtype)
         found = self._filled.get(key)
         if found is None:
             with torch.inference_mode(False):  # they outlive the call, whatever mode that runs in
