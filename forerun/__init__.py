@@ -8,11 +8,17 @@ if TYPE_CHECKING:
     from forerun.models.attach import attach
     from forerun.models.loading import load
     from forerun.mtp.config import MTPConfig
+    from forerun.rollout.lossless import check_lossless
 
 __version__ = "0.1.0"
-__all__ = ["MTPConfig", "__version__", "attach", "load"]
+__all__ = ["MTPConfig", "__version__", "attach", "check_lossless", "load"]
 
-_HOMES = {"attach": "forerun.models.attach", "load": "forerun.models.loading", "MTPConfig": "forerun.mtp.config"}
+_HOMES = {
+    "attach": "forerun.models.attach",
+    "check_lossless": "forerun.rollout.lossless",
+    "load": "forerun.models.loading",
+    "MTPConfig": "forerun.mtp.config",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,111 @@
+"""Many requests, some of them aborted, unusable, or with a caller that fails: nothing is lost and nothing hangs."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from forerun.errors import UsageError
+from forerun.rollout.protocol import Completion, Request, SamplingParams
+from tests.rollout.conformance.subjects import Subject, requests, texts
+
+MANY = 200
+
+
+def mixed(subject: Subject) -> list[Request]:
+    """Requests of many lengths and settings."""
+    draw = random.Random(6)
+    made = []
+    for i, prompt in enumerate(subject.prompts(MANY, seed=2)):
+        temperature = draw.choice([0.0, 0.7, 1.0])
+        made.append(
+            Request(f"m{i}", prompt, SamplingParams(max_tokens=draw.randint(1, 24), temperature=temperature, seed=i))
+        )
+    return made
+
+
+@pytest.mark.parametrize("where", ["on_finish", "thread"])
+def test_many_requests_with_random_aborts_lose_nothing(subject: Subject, where: str) -> None:
+    asked = mixed(subject)
+    ids = [request.request_id for request in asked]
+    whole = {c.request_id: c for c in subject.engine.generate(asked)}
+    draw = random.Random(9)
+    finished: Counter[str] = Counter()
+    ended = threading.Event()
+
+    def note(completion: Completion) -> None:
+        finished[completion.request_id] += 1
+        if where == "on_finish" and len(finished) < 120:
+            # Among them some that are over already, and one that never was.
+            subject.engine.abort([draw.choice(ids), "nobody"])
+
+    def interfere() -> None:
+        while not ended.wait(0.02):
+            subject.engine.abort([draw.choice(ids)])
+
+    thread = threading.Thread(target=interfere)
+    if where == "thread":
+        thread.start()
+    try:
+        done = subject.engine.generate(asked, on_finish=note)
+    finally:
+        ended.set()
+        if where == "thread":
+            thread.join()
+    assert [c.request_id for c in done] == ids
+    assert finished == Counter(ids)
+    reasons = Counter(c.finish_reason for c in done)
+    assert reasons["length"] > 20 and (reasons["abort"] > 5 or where == "thread"), reasons
+    for request, c in zip(asked, done, strict=True):
+        assert len(c.log_probs) == len(c.weight_versions) == len(c.token_ids)
+        if c.finish_reason != "abort":
+            assert len(c.token_ids) == request.sampling.max_tokens
+        if "seeds" not in subject.lacks:
+            text = whole[c.request_id].token_ids
+            assert c.token_ids == (text if c.finish_reason != "abort" else text[: len(c.token_ids)])
+
+
+def test_an_abort_meets_who_runs_and_nobody_later(subject: Subject) -> None:
+    asked = requests(subject.prompts(3), seed=1, max_tokens=10)
+    whole = texts(subject.engine.generate(asked))
+    subject.engine.abort(["r0", "r1", "r2"])
+    done = subject.engine.generate(asked)
+    assert [c.finish_reason for c in done] == ["length"] * 3
+    if "seeds" not in subject.lacks:
+        assert texts(done) == whole
+
+
+@pytest.mark.parametrize("fault", ["empty", "long", "twice", "unknown word"])
+def test_an_unusable_request_is_refused_before_anything_starts(subject: Subject, fault: str) -> None:
+    prompt = {"empty": [], "long": [3] * subject.max_model_len, "twice": [5], "unknown word": [subject.words]}[fault]
+    bad = Request("good" if fault == "twice" else "bad", prompt)
+    finished: list[Completion] = []
+    before = subject.engine.speculation_totals()
+    with pytest.raises(UsageError, match=bad.request_id) as caught:
+        subject.engine.generate([Request("good", [3], SamplingParams(max_tokens=4)), bad], finished.append)
+    assert "\n" not in str(caught.value)
+    assert not finished and subject.engine.speculation_totals() == before
+
+
+def test_a_caller_that_fails_leaves_the_engine_usable(subject: Subject) -> None:
+    asked = requests(subject.prompts(9), seed=3, max_tokens=12)
+    asked[4] = replace(asked[4], sampling=replace(asked[4].sampling, max_tokens=2))
+    whole = texts(subject.engine.generate(asked))
+
+    def fail(completion: Completion) -> None:
+        raise RuntimeError(f"the caller stumbled over {completion.request_id}")
+
+    with pytest.raises(RuntimeError, match="stumbled"):
+        subject.engine.generate(asked, on_finish=fail)
+    done = subject.engine.generate(asked)
+    assert [len(c.token_ids) for c in done] == [len(text) for text in whole]
+    if "seeds" not in subject.lacks:
+        assert texts(done) == whole
+
+
+def test_nothing_to_do(subject: Subject) -> None:
+    assert subject.engine.generate([]) == []
