@@ -81,8 +81,6 @@ def kinds_for(model: PreTrainedModel) -> list[type[FusedTrunk] | type[ModuleTrun
         UsageError: of nothing; the line says why.
     """
     trunk: Any = base_model(model)
-    if not hasattr(trunk, "layers") or not hasattr(trunk, "config"):
-        raise UsageError(f"the native engine runs stacks of decoder layers and {type(model).__name__} has none")
     check_rows(trunk)
     layers = mtp_layers(model.mtp) if isinstance(model, MTPCarrier) else []
     return [FusedTrunk, ModuleTrunk] if FusedTrunk.fits(trunk, layers) else [ModuleTrunk]

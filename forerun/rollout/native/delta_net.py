@@ -1,11 +1,11 @@
 """Gated delta nets (Yang et al. 2024, "Gated Delta Networks") with a state per row that verification can roll back.
 
 Two states stand for all that such a layer has read: the last inputs of its short convolution, and a matrix per head.
-Neither can be shortened afterwards, so a decoding step leaves both as they are and keeps what it read: the convolution's
-inputs, and per token key, value, decay and strength of the matrix's update. `commit` then reads again as many tokens as
-were accepted. That is exact: a token with decay 1 and strength 0 does not touch the matrix, so all rows read the same
-number of tokens, and the projections, which are most of the work, are not repeated. (Keeping the matrix after each of T
-tokens would need T times the memory, which is already the largest part of such a row.)
+Neither can be shortened afterwards, so a decoding step leaves both as they are and keeps what it read: the inputs of
+the convolution, and for each token key, value, decay and strength of the matrix's update. `commit` then reads again as
+many tokens as were accepted. That is exact: a token with decay 1 and strength 0 does not touch the matrix, so all rows
+read the same number of tokens, and the projections, which are most of the work, are not repeated. (Keeping the matrix
+after each of T tokens would take T times the memory, which is already the largest part of such a row.)
 """
 
 from __future__ import annotations

@@ -50,11 +50,10 @@ class WeightCopies:
             own._attn_implementation = ROWS_ATTENTION
             self._memo[id(config)] = own
 
-    def copy(self, *parts: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def copy(self, *parts: Tensor) -> Tensor:
         """One new tensor that holds the parts, concatenated along the first dimension."""
-        made = torch.empty(
-            (sum(part.shape[0] for part in parts), *parts[0].shape[1:]), dtype=dtype or self.dtype, device=self.device
-        )
+        rows = sum(part.shape[0] for part in parts)
+        made = torch.empty((rows, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
         at = 0
         for part in parts:
             view = made[at : at + part.shape[0]]
@@ -92,7 +91,10 @@ class WeightCopies:
             if id(tensor) not in self._memo:
                 view = self.view_of(tensor)
                 if view is None:
-                    view = self.copy(tensor, dtype=None if tensor.dtype == self._model_dtype else tensor.dtype)
+                    dtype = self.dtype if tensor.dtype == self._model_dtype else tensor.dtype
+                    view = self._views[tensor.data_ptr(), tensor.shape] = tensor.detach().to(
+                        self.device, dtype, copy=True
+                    )
                 self._memo[id(tensor)] = nn.Parameter(view, False) if isinstance(tensor, nn.Parameter) else view
         made = copy.deepcopy(original, self._memo).to(device=self.device).eval().requires_grad_(False)
         for parent in list(made.modules()):

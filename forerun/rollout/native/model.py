@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier, mtp_weight_names
 from forerun.models.trunk import base_model
-from forerun.rollout.native.cache import DecodeStep, KVShape, PrefillStep, RowCache, Rotary
+from forerun.rollout.native.cache import DecodeStep, KVShape, PrefillStep, Rotary, RowCache
 from forerun.rollout.native.copying import ModelCopy
 from forerun.rollout.native.layers import Head
 from forerun.speculative.drafter import Drafter, History

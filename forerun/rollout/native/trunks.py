@@ -54,8 +54,19 @@ class Trunk(Protocol):
 def check_rows(trunk: Any) -> None:
     """Raise a `UsageError` for a trunk whose layers cannot work on rows of unequal length."""
     name, config = type(trunk).__name__, trunk.config
-    if others := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
-        raise UsageError(f"the native engine has no layers of type {', '.join(sorted(others))}, which {name} has")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(f"the native engine runs decoders alone, and {name} has an encoder: use another backend")
+    types = set(getattr(config, "layer_types", None) or ())
+    if "linear_attention" in types and not any(map(GatedDeltaNet.is_one, trunk.modules())):
+        raise UsageError(
+            f"the native engine rolls back recurrent layers of Qwen3-Next's kind only, and {name} has others: "
+            "use another rollout backend"
+        )
+    if others := types - _LAYER_TYPES:
+        raise UsageError(
+            f"the native engine has no layers of type {', '.join(sorted(others))}, which {name} has: "
+            "use another rollout backend"
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
     for kind in kinds:
