@@ -5,6 +5,7 @@ What SGLang 0.5.23 does was read in its source; docs/rollout_sglang.md says what
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 import time
@@ -271,7 +272,7 @@ class SGLangEngine:
 
     def speculation_totals(self) -> SpeculationTotals | None:
         """Sums over the completions; None from the first one on that came without its counts."""
-        return self._totals
+        return copy.deepcopy(self._totals)
 
     def sleep(self) -> None:
         """Have the server give back its caches' memory, and its weights' with `release_weights`.

@@ -91,7 +91,7 @@ class Broadcast:
         }
         call = _Call(lambda: client.post("/init_weights_update_group", body, timeout_s))
         try:
-            self.group = _join(port, tp_size + 1, self.name, backend, timeout_s)
+            self.group = join_group(port, tp_size + 1, self.name, backend, timeout_s)
         except Exception as error:  # torch.distributed raises many kinds
             call.failure_within(_POLL_S)
             raise ForerunError(
@@ -161,7 +161,9 @@ class _Call:
             raise self._error
 
 
-def _join(port: int, world_size: int, name: str, backend: Backend, timeout_s: float) -> torch.distributed.ProcessGroup:
+def join_group(
+    port: int, world_size: int, name: str, backend: Backend, timeout_s: float
+) -> torch.distributed.ProcessGroup:
     """Rank 0 of a group beside the default one, which the server's ranks are not in.
 
     torch has no public way to make such a group, and both sides must derive the same keys of the store: these are the
