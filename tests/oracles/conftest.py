@@ -11,6 +11,21 @@ import pytest
 from tests.oracles.environments import OracleUnavailable, environment
 
 
+def find_oracle(name: str, say: Callable[[str], None]) -> Path:
+    """The interpreter of an oracle's environment; skips or fails the test where it cannot be had.
+
+    Args:
+        say: told when it is being built.
+    """
+    try:
+        return environment(name, say)
+    except OracleUnavailable as error:
+        reason = f"the oracle {name} cannot be built here: {error}"
+    if os.environ.get("FORERUN_REQUIRE_ORACLES") == "1":
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
+
+
 @pytest.fixture(scope="session")
 def oracle(request: pytest.FixtureRequest) -> Callable[[str], Path]:
     """name -> the interpreter of that oracle's environment.
@@ -23,16 +38,7 @@ def oracle(request: pytest.FixtureRequest) -> Callable[[str], Path]:
         with capture.global_and_fixture_disabled():
             print(f"\n{line}", flush=True)
 
-    def find(name: str) -> Path:
-        try:
-            return environment(name, say)
-        except OracleUnavailable as error:
-            reason = f"the oracle {name} cannot be built here: {error}"
-        if os.environ.get("FORERUN_REQUIRE_ORACLES") == "1":
-            pytest.fail(reason, pytrace=False)
-        pytest.skip(reason)
-
-    return find
+    return lambda name: find_oracle(name, say)
 
 
 @pytest.fixture(scope="session")

@@ -22,8 +22,8 @@ from tests.oracles.served_models import VOCAB, randomise_norms
 from tests.rollout.conformance.subjects import Subject
 
 LACKS = {
-    "penalties": "vLLM takes no logit_bias while it drafts",
-    "sampled log-probs": "vLLM takes no min_p while it drafts",
+    "logit_bias": "vLLM takes none while it drafts",
+    "min_p": "vLLM takes none while it drafts",
 }
 # One thread, nothing compiled: it starts in seconds.
 QUICK = {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,122 @@
+"""A vLLM engine in a child process, reached over a socket pair; inside/forerun_offline.py has what is said on it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import ForerunError, UsageError
+from forerun.rollout.vllm.connection import Asked, Finished
+from forerun.rollout.vllm.process import VLLMProcess
+
+
+class OfflineConnection:
+    """Start vLLM in a child process and wait until it is ready.
+
+    Args:
+        python: the interpreter that has vLLM.
+        arguments: of vLLM's EngineArgs, and "sleep".
+        environment: variables for the child.
+
+    Raises:
+        UsageError: the interpreter is missing or has no vLLM.
+        ForerunError: vLLM does not start; the line holds its own last error.
+    """
+
+    def __init__(
+        self, python: str | Path, arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self.process = VLLMProcess(
+                    python, "forerun_offline.py", [str(theirs.fileno())], environment, pass_fds=[theirs.fileno()]
+                )
+            except UsageError:
+                self._socket.close()
+                raise
+        self._lines = self._socket.makefile("r", encoding="utf-8")
+        self._sending = threading.Lock()
+        try:
+            self._send({"engine": dict(arguments)})
+            self._receive()
+        except ForerunError as error:
+            self.close()
+            if "No module named 'vllm" in str(error):
+                raise UsageError(f"{python} cannot import vllm: install vLLM in that environment") from None
+            raise ForerunError(f"vLLM did not start: {error}") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            with self._sending:
+                self._socket.sendall((json.dumps(message) + "\n").encode())
+        except OSError:
+            raise self._gone() from None
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            line = self._lines.readline()
+        except OSError:
+            line = ""
+        if not line:
+            raise self._gone()
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ForerunError(f"vLLM: {answer['error']}")
+        return answer
+
+    def _gone(self) -> ForerunError:
+        self.process.wait()
+        return ForerunError(f"the vLLM process has ended: {self.process.last_error()}")
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        self._send({"call": name, "arguments": arguments})
+        return self._receive()["value"]
+
+    def generate(self, requests: Sequence[Asked], on_finish: Callable[[Finished], None]) -> None:
+        self._send({"call": "generate", "arguments": [requests]})
+        answer = self._receive()
+        while "finished" in answer:
+            try:
+                on_finish(answer["finished"])
+                answer = self._receive()
+            except ForerunError:
+                raise
+            except BaseException:
+                # The caller failed, or was interrupted: nothing of this run may be left on the line.
+                self.abort(request["id"] for request in requests)
+                while "finished" in self._receive():
+                    pass
+                raise
+        if "refused" in answer:
+            raise UsageError(answer["refused"])
+
+    def abort(self, ids: Iterable[str]) -> None:
+        self._send({"call": "abort", "arguments": [list(ids)]})
+
+    def worker(self, method: str, *arguments: Any) -> Any:
+        return self._call("worker", method, *arguments)
+
+    def reset_prefix_cache(self) -> bool:
+        return self._call("reset_prefix_cache")
+
+    def counters(self) -> dict[str, Any]:
+        return self._call("counters")
+
+    def sleep(self) -> None:
+        self._call("sleep")
+
+    def wake(self, tags: list[str] | None = None) -> None:
+        self._call("wake", tags)
+
+    def close(self) -> None:
+        self._lines.close()
+        self._socket.close()
+        self.process.close()

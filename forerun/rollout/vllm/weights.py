@@ -1,0 +1,154 @@
+"""The trainer's weights under the names of the checkpoint that vLLM serves: a plan, checked before anything is sent.
+
+The two differ in this: the trainer holds experts stacked and files hold them apart; a file may hold the embedding or
+the LM head once more for the block; and `forerun convert` gives biases of zeros to a trunk that has none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forerun.checkpoint.reader import CheckpointReader
+from forerun.errors import ForerunError, UsageError
+from forerun.families import family_of, present_depth, trunk_layers
+from forerun.rollout.sync import Named, check_complete
+
+_DTYPES = {"F64", "F32", "F16", "BF16"}
+_UNREAD = ".rotary_emb.inv_freq"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Plan(NamedTuple):
+    """An update that is complete: what goes to vLLM's trunk and what to its drafter, in the order of the layers.
+
+    Attributes:
+        biased: whether the trainer sent the biases that the served checkpoint has as zeros.
+    """
+
+    trunk: list[Named]
+    drafter: list[Named]
+    biased: bool
+
+
+class ServedWeights:
+    """What a served checkpoint holds, from its headers.
+
+    Args:
+        path: its directory.
+
+    Raises:
+        UsageError: it cannot be read, or is quantised.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        reader = CheckpointReader(path)
+        headers = {name: header for shard in reader.shards for name, header in reader.headers(shard).items()}
+        self.shapes = {name: header.shape for name, header in headers.items() if not name.endswith(_UNREAD)}
+        if quantised := sorted(name for name in self.shapes if headers[name].dtype not in _DTYPES):
+            raise UsageError(
+                f"{path} is quantised ({quantised[0]} is {headers[quantised[0]].dtype}): serve it in bfloat16"
+            )
+        self.config = reader.config
+        self.family = family_of(reader.config)
+        self._layers = trunk_layers(reader.config)
+        self._depth = present_depth(self.family, reader.config, set(self.shapes))
+        self._copies = {
+            self.family.duplicate_name(copy, k, self._layers): _EMBEDDING if copy.of == "embedding" else _HEAD
+            for k in range(self._depth)
+            for copy in self.family.duplicates
+        }
+        tied = reader.config.get("tie_word_embeddings") is True
+        if tied:
+            self._copies = {name: _EMBEDDING for name in self._copies} | {_HEAD: _EMBEDDING}
+        self._copies = {name: of for name, of in self._copies.items() if name in self.shapes}
+        self._zero_biases = {
+            name for name in self.shapes if name.endswith(".bias") and not bool(reader.tensor(name).any())
+        }
+
+    def is_drafters(self, name: str) -> bool:
+        """Whether a weight belongs to the MTP block, by its name in the checkpoint or at the trainer."""
+        return self.family.owns(name, self._depth, self._layers)
+
+    def plan(self, given: Sequence[Named]) -> Plan:
+        """Check an update as a whole.
+
+        Args:
+            given: under the trainer's names (`models.carrier.named_weights`). Nothing is copied.
+
+        Raises:
+            ForerunError: a weight is missing, unknown, sent twice, or of another shape; the message names it.
+        """
+        pieces = [piece for name, tensor in given for piece in self._pieces(name, tensor)]
+        sent = dict(pieces)
+        biased = bool(self._zero_biases & sent.keys())
+        lent = list(self._lent(pieces, sent))
+        needed = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
+        drafters = [name for name in self.shapes if self.is_drafters(name)]
+        check_complete(needed, lent, drafters)
+        return Plan(
+            [(name, tensor) for name, tensor in lent if not self.is_drafters(name)],
+            [(name, tensor) for name, tensor in lent if self.is_drafters(name)],
+            biased,
+        )
+
+    def _pieces(self, name: str, tensor: Tensor) -> Iterator[Named]:
+        """A weight as the files hold it: itself, or each expert's parts, as views."""
+        parts = None
+        if name not in self.shapes and tensor.dim():
+            parts = self.family.piece_names(name, len(tensor))
+        if parts is None:
+            yield name, tensor
+            return
+        for expert, names in zip(tensor, parts, strict=True):
+            yield from zip(names, expert.chunk(len(names)), strict=True)
+
+    def _lent(self, pieces: Iterable[Named], sent: dict[str, Tensor]) -> Iterator[Named]:
+        """The pieces, with what the files hold besides: zeros beside their weight, copies at the end."""
+        for name, tensor in pieces:
+            yield name, tensor
+            bias = name.removesuffix(".weight") + ".bias"
+            if bias != name and bias in self._zero_biases and bias not in sent:
+                yield bias, tensor.new_zeros(self.shapes[bias])
+        for name, of in self._copies.items():
+            if name not in sent and of in sent:
+                yield name, sent[of]
+
+    def drafter_layout(self, biased: bool) -> list[tuple[str, tuple[int, ...], list[tuple[str, tuple[int, ...]]]]]:
+        """(name, shape, pieces) per weight of the block as the trainer holds it; pieces as (name, shape) in the files.
+
+        Args:
+            biased: whether the trainer has the biases that the checkpoint has as zeros.
+        """
+        stacked: dict[str, int] = {}  # name -> how many experts
+        layout = []
+        for name, shape in self.shapes.items():
+            if not self.is_drafters(name) or name in self._copies or (name in self._zero_biases and not biased):
+                continue
+            if (expert := self._expert(name)) is not None:
+                stacked[expert[0]] = max(stacked.get(expert[0], 0), expert[1] + 1)
+            else:
+                layout.append((name, shape, [(name, shape)]))
+        for name, experts in stacked.items():
+            names = self.family.piece_names(name, experts)
+            assert names is not None
+            if missing := [piece for parts in names for piece in parts if piece not in self.shapes]:
+                raise ForerunError(f"the served checkpoint lacks {missing[0]}: restore it")
+            rows, *rest = self.shapes[names[0][0]]
+            pieces = [(piece, self.shapes[piece]) for parts in names for piece in parts]
+            layout.append((name, (experts, rows * len(names[0]), *rest), pieces))
+        return layout
+
+    def _expert(self, name: str) -> tuple[str, int] | None:
+        """(stacked name, expert) of an expert's part; None for any other weight."""
+        for end, parts in self.family.pieces:
+            for part in parts:
+                start, _, rest = part.partition("{e}")
+                if found := re.fullmatch(rf"(.*){re.escape(start)}(\d+){re.escape(rest)}", name):
+                    return found[1] + end, int(found[2])
+        return None
