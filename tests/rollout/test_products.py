@@ -117,7 +117,7 @@ def test_an_update_reaches_the_packed_copies(tied: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in new.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
     vocabulary = torch.arange(0, tiny.VOCAB, 2)
     settings: dict[str, object] = {"products": "packed", "num_speculative_tokens": 2, "draft_vocabulary": vocabulary}
     engine, fresh = (NativeEngine.from_model(m, **settings) for m in (old, new))  # type: ignore[arg-type]
@@ -138,4 +138,4 @@ def test_copies_are_kept_only_for_weights_that_use_them() -> None:
     table = ProductTable("linear")
     table.linears.append(made)
     table.prepare()
-    assert made._packed is None
+    assert made.packed is None

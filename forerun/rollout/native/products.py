@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forerun.rollout.native import huge_pages
+
 Spelling = Literal["linear", "transposed", "packed"]
 Choice = Literal["measure", "linear", "transposed", "packed"]
 
@@ -98,7 +100,7 @@ class TunedLinear(nn.Module):
         self.table = table
         # By row count, the last one for more.
         self.plans = [Plan("linear")]
-        self._packed: Tensor | None = None
+        self.packed: Tensor | None = None
         table.linears.append(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,16 +116,19 @@ class TunedLinear(nn.Module):
     def spelled(self, x: Tensor, spelling: Spelling) -> Tensor:
         """`forward` in the given spelling."""
         if spelling == "packed":
-            if self._packed is None:
-                self._packed = pack(self.weight)
-            return packed_product(x, self._packed, self.bias)
+            return packed_product(x, self.packed if self.packed is not None else self.pack(), self.bias)
         if spelling == "transposed":
             return transposed_product(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
+    def pack(self) -> Tensor:
+        """Make the packed copy."""
+        self.packed = pack(self.weight)
+        return self.packed
+
     def drop_packed(self) -> None:
         """Forget the packed copy; it is made again from the weight when it is needed."""
-        self._packed = None
+        self.packed = None
 
 
 class ProductTable:
@@ -140,17 +145,27 @@ class ProductTable:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Give every layer its plan; measures what this process has not measured yet with this number of threads."""
+        """Give every layer its plan, and pack the weights whose plan asks for it.
+
+        What this process has not measured yet with this number of threads is measured.
+        """
+        before = [linear.packed for linear in self.linears]
         shapes: dict[_Key, list[TunedLinear]] = {}
         for linear in self.linears:
             key = (linear.weight.dtype, torch.get_num_threads(), linear.weight.shape)
             shapes.setdefault(key, []).append(linear)
         for key, linears in shapes.items():
             plans = self._plans(key, linears)
+            packs = any(plan.spelling == "packed" for plan in plans)
             for linear in linears:
                 linear.plans = plans
-                if all(plan.spelling != "packed" for plan in plans):
+                if not packs:
                     linear.drop_packed()
+                elif linear.packed is None:
+                    linear.pack()
+        packed = [linear.packed for linear in self.linears if linear.packed is not None]
+        if any(linear.packed is not old for linear, old in zip(self.linears, before, strict=True)):
+            huge_pages.advise((torch.ops.mkldnn.data_ptr(p), torch.ops.mkldnn._nbytes(p)) for p in packed)
 
     def filled_up(self, like: Tensor, rows: int, padded: int) -> tuple[Tensor, Tensor]:
         """Zeros [padded, I] in which to put an input of `rows` rows, and the view of these rows.
