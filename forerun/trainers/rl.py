@@ -11,9 +11,9 @@ import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase, set_seed
 
@@ -40,6 +40,7 @@ from forerun.trainers.experience import (
     text_table,
 )
 from forerun.trainers.policy_update import PolicyUpdate, ReferencePolicy, frozen_copy
+from forerun.trainers.rollout_engines import make_rollout_engine
 from forerun.trainers.setup import (
     SAMPLES_FILE,
     RunDirectory,
@@ -47,7 +48,6 @@ from forerun.trainers.setup import (
     engine_config,
     load_model,
     load_tokenizer,
-    make_rollout_engine,
     resolve_device,
 )
 
@@ -109,13 +109,15 @@ class RLTrainer:
         held_out = self._read(config.data.val_files, config.data.val_max_samples, eval_prompts)
         self.eval_prompts = self._usable(held_out) if held_out else []
         self.order = DataOrder(len(self.prompts), config.trainer.seed, config.data.shuffle)
-        self._close_reward: AbstractContextManager[Any] = nullcontext()
+        self._owned = ExitStack()
         if reward is None:
-            reward = self._close_reward = RewardRunner(
-                config.reward.function,
-                config.reward.time_limit_s,
-                config.reward.num_workers,
-                config.reward.kwargs,
+            reward = self._owned.enter_context(
+                RewardRunner(
+                    config.reward.function,
+                    config.reward.time_limit_s,
+                    config.reward.num_workers,
+                    config.reward.kwargs,
+                )
             )
         self.reward: Scorer = reward
 
@@ -129,7 +131,10 @@ class RLTrainer:
         if config.algorithm.needs_reference and reference is None:
             reference = frozen_copy(engine)  # before a resume, so of the weights that every run starts from
         self.update = PolicyUpdate(config, engine, reference)
-        self.rollout = make_rollout_engine(config, engine) if rollout is None else rollout
+        if rollout is None:
+            rollout = make_rollout_engine(config, engine, self.tokenizer)
+            self._owned.callback(rollout.close)
+        self.rollout = rollout
         self.drafts = config.mtp.enable_rollout
         self.alarms = Alarms(
             config.trainer.on_alarm,
@@ -157,7 +162,7 @@ class RLTrainer:
         config = self.config.trainer
         run = RunDirectory(self.config, config)
         metrics: Metrics = {}
-        with run.writers, self._close_reward:
+        with run.writers, self._owned:
             resumed = run.resume(self.engine)
             if resumed is not None:
                 self.order.load_state_dict(resumed["order"])

@@ -25,15 +25,13 @@ from forerun.config_file import save_config
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import TrainingEngine
 from forerun.engines.state import latest_checkpoint, prune_checkpoints
-from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
+from forerun.engines.torch_engine import TorchEngineConfig
 from forerun.errors import ForerunError, UsageError, one_line
 from forerun.families import declared_depth, family_of, present_depth
 from forerun.models.attach import Init, attach
 from forerun.models.loading import load
 from forerun.mtp.config import MTPConfig
 from forerun.report.writers import Writers, make_writers, rewind_lines
-from forerun.rollout.native.engine import NativeEngine
-from forerun.rollout.protocol import RolloutEngine
 
 logger = logging.getLogger(__name__)
 
@@ -143,24 +141,6 @@ def engine_config(
 def _scheduler_name(optim: OptimConfig, total_steps: int) -> str:
     warm = optim.num_warmup_steps(total_steps) > 0
     return "constant_with_warmup" if optim.lr_scheduler_type == "constant" and warm else optim.lr_scheduler_type
-
-
-def make_rollout_engine(config: RLConfig, engine: TrainingEngine) -> RolloutEngine:
-    """The rollout engine that `rollout.engine` names, with its own copy of the training engine's model.
-
-    Raises:
-        UsageError: the training engine holds no model that could be copied, or the engine cannot run it.
-    """
-    if not isinstance(engine, TorchEngine):
-        raise UsageError(f"{type(engine).__name__} has no model in this process: give the trainer a rollout engine")
-    return NativeEngine.from_model(
-        engine.model,
-        num_speculative_tokens=config.mtp.num_speculative_tokens if config.mtp.enable_rollout else 0,
-        acceptance=config.mtp.acceptance,
-        max_num_seqs=config.rollout.max_num_seqs,
-        products="linear" if config.rollout.deterministic else "measure",
-        seed=config.trainer.seed,
-    )
 
 
 class RunDirectory:

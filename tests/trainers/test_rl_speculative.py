@@ -15,7 +15,7 @@ from forerun.errors import ForerunError, UsageError
 from forerun.rollout.native.engine import NativeEngine
 from forerun.trainers.alarms import AlarmError, Alarms
 from forerun.trainers.rl import RLTrainer
-from forerun.trainers.setup import make_rollout_engine
+from forerun.trainers.rollout_engines import make_rollout_engine
 from tests.trainers.tiny_rl import MTP, PROMPTS, assert_same, settings, trainer, trunk, weights
 
 DRAFT = [*MTP, "mtp.enable_rollout=true", "mtp.num_speculative_tokens=2", "rollout.deterministic=true"]

@@ -1,0 +1,128 @@
+"""The rollout engine that a configuration names: in this process, or vLLM or SGLang outside it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from forerun.checkpoint.reader import CheckpointReader
+from forerun.config import RLConfig
+from forerun.engines.protocol import TrainingEngine
+from forerun.engines.torch_engine import TorchEngine
+from forerun.errors import UsageError
+from forerun.families import family_of
+from forerun.models.serving import export
+from forerun.rollout.native.engine import NativeEngine
+from forerun.rollout.protocol import RolloutEngine
+
+if TYPE_CHECKING:
+    from forerun.rollout.sglang.engine import SGLangEngine
+    from forerun.rollout.vllm.engine import VLLMEngine
+
+Started = TypeVar("Started")
+
+
+def make_rollout_engine(
+    config: RLConfig, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase | None = None
+) -> RolloutEngine:
+    """The engine of `config.rollout`, with its own copy of the training engine's model.
+
+    Raises:
+        UsageError: the training engine holds no model that could be copied, or the rollout engine cannot run it.
+        ForerunError: vLLM or SGLang does not start, or does not answer.
+    """
+    match config.rollout.engine:
+        case "vllm":
+            return _vllm(config, engine, tokenizer)
+        case "sglang":
+            return _sglang(config, engine, tokenizer)
+        case "native":
+            return _native(config, engine, tokenizer)
+
+
+def _native(config: RLConfig, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase | None) -> NativeEngine:
+    if not isinstance(engine, TorchEngine):
+        raise UsageError(f"{type(engine).__name__} has no model in this process: give the trainer a rollout engine")
+    return NativeEngine.from_model(
+        engine.model,
+        tokenizer=tokenizer,
+        num_speculative_tokens=config.mtp.num_speculative_tokens if config.mtp.enable_rollout else 0,
+        depth_control="auto" if config.rollout.depth_control == "auto" else None,
+        acceptance=config.mtp.acceptance,
+        max_num_seqs=config.rollout.max_num_seqs,
+        products="linear" if config.rollout.deterministic else "measure",
+        seed=config.trainer.seed,
+    )
+
+
+def _vllm(config: RLConfig, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase | None) -> VLLMEngine:
+    from forerun.rollout.vllm.engine import VLLMEngine
+    from forerun.rollout.vllm.launch import LaunchSettings
+
+    rollout, bucket_bytes = config.rollout, config.rollout.update_weights_bucket_megabytes << 20
+    if rollout.base_url is not None:
+        return VLLMEngine.connect(rollout.base_url, bucket_bytes)
+    assert rollout.python is not None
+    settings = LaunchSettings(
+        python=rollout.python,
+        num_speculative_tokens=config.mtp.num_speculative_tokens if config.mtp.enable_rollout else 0,
+        method=config.mtp.method,
+        dtype=rollout.dtype,
+        max_model_len=rollout.max_prompt_length + rollout.max_response_length,
+        max_num_seqs=rollout.max_num_seqs,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        seed=config.trainer.seed,
+        enforce_eager=rollout.enforce_eager,
+        engine_args={"tensor_parallel_size": rollout.tensor_model_parallel_size, **rollout.engine_kwargs},
+    )
+    return _served(engine, tokenizer, lambda path: VLLMEngine.launch(path, settings, bucket_bytes))
+
+
+def _sglang(config: RLConfig, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase | None) -> SGLangEngine:
+    from forerun.rollout.sglang.engine import SGLangEngine
+    from forerun.rollout.sglang.launch import LaunchSettings
+
+    rollout, bucket_bytes = config.rollout, config.rollout.update_weights_bucket_megabytes << 20
+    if rollout.base_url is not None:
+        return SGLangEngine(rollout.base_url, bucket_bytes=bucket_bytes, seed=config.trainer.seed)
+    assert rollout.python is not None
+    python = rollout.python
+
+    def launch(path: Path) -> SGLangEngine:
+        settings = LaunchSettings(
+            model_dir=path,
+            python=python,
+            tensor_parallel_size=rollout.tensor_model_parallel_size,
+            dtype=rollout.dtype,
+            max_num_seqs=rollout.max_num_seqs,
+            max_model_len=rollout.max_prompt_length + rollout.max_response_length,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            seed=config.trainer.seed,
+        )
+        return SGLangEngine.launch(settings, config.mtp, bucket_bytes=bucket_bytes, seed=config.trainer.seed)
+
+    return _served(engine, tokenizer, launch)
+
+
+def _served(
+    engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase | None, start: Callable[[Path], Started]
+) -> Started:
+    """Start a server on the model as it stands, written in a layout that servers know; it is read at the start only."""
+    folder = Path(tempfile.mkdtemp(prefix="forerun-rollout-"))
+    try:
+        path = folder / "model"
+        engine.export(path)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(path)
+        family = family_of(CheckpointReader(path).config)
+        if not family.model_types:  # a block that `forerun.attach` made, which no server knows by its own name
+            export(path, folder / "served")
+            path = folder / "served"
+        return start(path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
