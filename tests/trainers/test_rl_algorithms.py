@@ -187,6 +187,10 @@ def test_kl_in_the_reward_lowers_each_response_s_reward_by_its_own(tmp_path: Pat
     for sample, reward in zip(made.samples, rewards, strict=True):
         others = [r for s, r in zip(made.samples, rewards, strict=True) if s.group == sample.group and s is not sample]
         assert sample.advantage == pytest.approx(reward - sum(others) / len(others), abs=1e-4)
+    # On policy a token's loss is minus its advantage: the update took those.
+    lengths = [len(sample.completion.token_ids) for sample in made.samples]
+    expected = -sum(s.advantage * length for s, length in zip(made.samples, lengths, strict=True)) / sum(lengths)
+    assert metrics["loss"] == pytest.approx(expected, abs=1e-6) and abs(expected) > 1e-4
     assert metrics["reward_kl_penalty"] == pytest.approx(sum(means) / len(means), abs=1e-4)
     assert metrics["reward_mean"] == pytest.approx(sum(s.reward.score for s in made.samples) / len(made.samples))
 
