@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Measured steps do not grow old while a plan is made.
 _FOREVER = 1e9
+# Weight of a measured step, so that where there are measurements they count and the fitted law does not.
+_WEIGHT = 8.0
 _STEPS_PER_DEPTH = 3
 _ROUNDS = 2
 
@@ -65,7 +67,7 @@ class _Rotation:
     def observe(self, rows: int, depth: int, seconds: float, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         self._steps += 1
         if depth == self._before:  # the first step after a change also feeds the drafter's cache
-            self.found.costs.observe(rows, depth, seconds)
+            self.found.costs.observe(rows, depth, seconds, _WEIGHT)
         self._before = depth
         for k, (judged, kept) in enumerate(zip(drafted, accepted, strict=True)):
             self.found.drafted[k] += judged
@@ -134,7 +136,8 @@ def calibrate_by_calls(
                     found.accepted[k] += after.accepted_per_depth[k] - accepted[k]
             else:
                 steps.append(length - 1)
-        found.costs.observe(rows, depth, max(seconds[2] - seconds[1], 1e-6) / max(steps[2] - steps[1], 1e-6))
+        step = max(seconds[2] - seconds[1], 1e-6) / max(steps[2] - steps[1], 1e-6)
+        found.costs.observe(rows, depth, step, 100 * _WEIGHT)
     return found
 
 

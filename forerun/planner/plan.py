@@ -98,9 +98,10 @@ class Plan:
             )
         drafting = max(range(1, len(self.run_speedups)), key=self.run_speedups.__getitem__)
         gain = self.run_speedups[drafting]
+        off = "vLLM: no --speculative-config; SGLang: no --speculative-algorithm; native: num_speculative_tokens=0"
         return (
-            f"Leave it off: even the best depth, {drafting}, should make this rollout {gain:.2f}x as fast (one draft pays {until}); vLLM: no --speculative-config; SGLang: no --speculative-algorithm; "
-            "native: num_speculative_tokens=0."
+            f"Leave it off: even the best depth, {drafting}, should make this rollout {gain:.2f}x as fast (one draft "
+            f"pays {until}); {off}."
         )
 
 

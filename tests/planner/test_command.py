@@ -1,0 +1,113 @@
+"""`forerun plan` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forerun import cli
+from forerun.planner.acceptance import measure_acceptance
+from tests.rollout import tiny
+
+BASE = ["plan", "--model", "mimo-7b", "--hardware", "h20"]
+
+
+def run(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int, str, list[str]]:
+    code = cli.main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan"], "Missing option '--model'"),
+        (["plan", "--model", "mimo-7b", "--acceptance", ".5"], "give either --hardware"),
+        ([*BASE, "--calibrate", "--acceptance", ".5"], "give either --hardware"),
+        (BASE, "give --acceptance"),
+        ([*BASE, "--acceptance", "x"], "--acceptance 'x' must be shares"),
+        ([*BASE, "--acceptance", "0.5,0.6"], "must not rise"),
+        ([*BASE, "--acceptance", "1.5"], "between 0 and 1"),
+        ([*BASE, "--acceptance", ".5", "--batch", "many"], "'many' is no timeline"),
+        ([*BASE, "--acceptance", ".5", "--batch", "@nowhere"], "cannot read completion lengths from nowhere"),
+        ([*BASE, "--acceptance", ".5", "--weights", "int4"], "--weights 'int4' must be one of"),
+        ([*BASE, "--acceptance", ".5", "--kv-cache", "q"], "--kv-cache 'q' must be one of"),
+        ([*BASE, "--acceptance", ".5", "--max-depth", "0"], "Invalid value for '--max-depth'"),
+        (["plan", "--model", "mimo-7b", "--hardware", "abacus", "--acceptance", ".5"], "choose one of a100"),
+        (["plan", "--model", "nowhere", "--hardware", "h20", "--acceptance", ".5"], "nowhere is neither a directory"),
+        (["plan", "--model", "nowhere", "--hardware", "h20", "--text", "t"], "nowhere is neither a directory"),
+    ],
+)
+def test_unusable_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    code, out, err = run(capsys, arguments)
+    assert code == 2 and out == "" and len(err) == 1 and message in err[0]
+
+
+def test_the_answer_in_print_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*BASE, "--acceptance", "0.7,0.11,0.02", "--batch", "256"]
+    code, out, err = run(capsys, arguments)
+    assert code == 0 and not err and out.splitlines()[-1].startswith("Leave it off")
+    code, as_json, err = run(capsys, [*arguments, "--json"])
+    answer = json.loads(as_json)
+    assert code == 0 and not err and answer["worth_it"] is False
+    assert answer["sentence"] == out.splitlines()[-1]
+    assert answer["batches"][0]["rows"] == 256 and len(answer["run_speedups"]) == 4
+    assert f"k=3 {answer['run_speedups'][3]:.2f}x" in out
+    code, as_json, _ = run(capsys, [*BASE, "--acceptance", "0.9,0.8", "--batch", "1", "--json"])
+    assert json.loads(as_json)["worth_it"] is True
+
+
+def test_options_reach_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    def step(*extra: str) -> float:
+        _, out, _ = run(capsys, [*BASE, "--acceptance", "0.7", "--batch", "64", "--json", *extra])
+        return float(json.loads(out)["batches"][0]["step_seconds"][1])
+
+    plain = step()
+    assert step("--weights", "fp8") < plain < step("--weights", "float32")
+    assert step("--kv-cache", "fp8") < plain < step("--context", "4000")
+    assert step("--tensor-parallel", "2") < plain < step("--eager")
+    assert step("--max-step-tokens", "64") > plain
+
+
+def test_planning_loads_neither_torch_nor_a_model() -> None:
+    code = (
+        "import sys; from forerun.cli import main; code = main(sys.argv[1:]);"
+        "sys.exit(code or 3 * bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *BASE, "--acceptance", "0.7"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_acceptance_of_a_checkpoint_that_always_agrees(tmp_path: Path) -> None:
+    model = tiny.perfect_carrier()
+    model.save_pretrained(tmp_path)
+    tokenizer(tmp_path, model.config.vocab_size)
+    (tmp_path / "text").write_text(" ".join(f"w{i * i % 7}" for i in range(200)))
+    assert measure_acceptance(tmp_path, tmp_path / "text")[0] == 1.0
+    assert measure_acceptance(tmp_path, tmp_path / "text", temperature=1.0)[0] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_acceptance_of_a_drawn_head_is_low(tmp_path: Path) -> None:
+    model = tiny.carrier()
+    model.save_pretrained(tmp_path)
+    tokenizer(tmp_path, model.config.vocab_size)
+    (tmp_path / "text").write_text(" ".join(f"w{i * i % 7}" for i in range(200)))
+    assert measure_acceptance(tmp_path, tmp_path / "text")[0] < 0.9
+
+
+def tokenizer(directory: Path, size: int) -> None:
+    """One word per id, written as a tokenizer of the directory."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(directory)
