@@ -12,14 +12,41 @@ import torch
 from torch import Tensor
 
 
-def target_distribution(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The distribution that temperature, then top-k, then top-p leave of the logits (transformers' and vLLM's order).
+def add_to_logits(logits: Tensor, tokens: Tensor, values: Tensor) -> Tensor:
+    """Logits with a number added to some of each row's: a logit bias, or -inf for what must not be sampled.
+
+    Args:
+        logits: [B, T, V]; not changed.
+        tokens: long [B, M], columns of the logits; one may occur several times.
+        values: [B, T, M] or what expands to it, finite or -inf.
+    """
+    columns = tokens[:, None].expand(-1, logits.shape[1], -1)
+    return logits.scatter_add(-1, columns, values.to(logits.dtype).expand_as(columns))
+
+
+def penalise_repetition(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Positive logits of seen tokens divided by the penalty, others multiplied (Keskar et al. 2019, section 4.1).
+
+    Args:
+        logits: [B, T, V].
+        seen: bool [B, T, V], the tokens that the prompt or the text before each position holds.
+        penalty: [B], above 0; 1 changes nothing.
+    """
+    factor = penalty.to(logits.dtype)[:, None, None]
+    return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+
+
+def target_distribution(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None = None
+) -> Tensor:
+    """The distribution that temperature, then min-p, then top-k, then top-p leave of the logits (vLLM's order).
 
     Args:
         logits: [B, T, V], any float dtype; computed in float32 (float64 stays).
         temperature: [B]; 0 puts all mass on the largest logit (the first, if several are equal).
         top_k: long [B]; 0 is off. Ties with the k-th largest are kept, as in transformers.
         top_p: [B]; 1 is off. Keeps the smallest set of most probable tokens whose mass reaches top_p.
+        min_p: [B]; 0 or None is off. Keeps tokens of at least min_p times the largest probability.
 
     Returns:
         Probabilities [B, T, V], float32 or float64.
@@ -31,6 +58,7 @@ def target_distribution(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
         return _one_hot_argmax(logits)
     scale = torch.where(greedy, 1.0, temperature).to(logits.dtype)
     scaled = logits / scale[:, None, None] if bool((scale != 1).any()) else logits
+    scaled = _filter_min_p(scaled, min_p)
     scaled = _filter_top_k(scaled, top_k)
     scaled = _filter_top_p(scaled, top_p)
     probs = scaled.softmax(-1)
@@ -41,6 +69,13 @@ def target_distribution(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
 
 def _one_hot_argmax(logits: Tensor) -> Tensor:
     return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+
+
+def _filter_min_p(logits: Tensor, min_p: Tensor | None) -> Tensor:
+    if min_p is None or not bool((min_p > 0).any()):
+        return logits
+    threshold = logits.amax(-1, keepdim=True) + min_p.to(logits.dtype).log()[:, None, None]
+    return logits.masked_fill(logits < threshold, -math.inf)
 
 
 def _filter_top_k(logits: Tensor, top_k: Tensor) -> Tensor:

@@ -341,9 +341,9 @@ _CACHE = [
         17,
         "prefill-feeds-the-same-token",
         "The prompt's entries are made from (h_i, E[t_i]) instead of E[t_{i+1}].",
-        "forerun.rollout.native.run",
-        "after = prompt[start + 1 : start + count + 1]",
-        "after = prompt[start : start + count]",
+        "forerun.rollout.native.prefill",
+        "after = s.prompt[start + 1 : start + count + 1]",
+        "after = s.prompt[start : start + count]",
         (CACHED + "[1-llama]",),
     ),
     Mutation(
@@ -352,13 +352,13 @@ _CACHE = [
         "Entries that drafting made from the block's own hidden are not written again from the trunk's.",
         "forerun.rollout.native.run",
         "        return self.runner.drafter.draft(\n"
-        "            self.hidden[:, :width],\n"
-        "            self.following[:, :width],\n",
+        "            self.pending.hidden[:, :width],\n"
+        "            self.pending.following[:, :width],\n",
         "        last = (counts - 1)[:, None]\n"
-        "        self.hidden = self.hidden.take_along_dim(last[..., None], 1)\n"
-        "        self.following = self.following.take_along_dim(last, 1)\n"
+        "        hidden = self.pending.hidden.take_along_dim(last[..., None], 1)\n"
+        "        following = self.pending.following.take_along_dim(last, 1)\n"
         "        counts = torch.ones_like(counts)\n"
-        "        return self.runner.drafter.draft(\n            self.hidden,\n            self.following,\n",
+        "        return self.runner.drafter.draft(\n            hidden,\n            following,\n",
         (CACHED + "[4-llama]",),
     ),
     Mutation(

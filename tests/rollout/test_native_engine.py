@@ -33,8 +33,8 @@ def test_greedy_text_equals_transformers_for_any_batch_and_k(kind: str, dtype: t
     expected = [tiny.generated(model, row, 20) for row in rows]
     engine = engine_of(model)
     accepted = 0
-    for engine.max_num_seqs in (1, 3, 8):
-        for engine.num_speculative_tokens in (0, 1, 2, 5):
+    for engine.max_num_seqs, depths in ((1, (0, 2)), (3, (1, 5)), (8, (0, 2, 5))):
+        for engine.num_speculative_tokens in depths:
             completions = engine.generate(tiny.requests(rows, max_tokens=20, temperature=0))
             assert texts(completions) == expected
             accepted += sum(c.spec_num_accepted_tokens or 0 for c in completions)
@@ -263,58 +263,20 @@ def test_greedy_acceptance_refuses_a_temperature() -> None:
     assert len(engine.generate(tiny.requests([[1]], max_tokens=4, temperature=0))) == 1
 
 
-def test_drafting_with_several_layers_is_refused_by_name_and_a_repeated_one_is_not() -> None:
-    engine = engine_of(tiny.carrier(layers=2), num_speculative_tokens=2)
-    with pytest.raises(UsageError, match="num_layers=2"):
-        engine.generate(tiny.requests([[1]], max_tokens=4))
-    engine.num_speculative_tokens = 0
-    assert len(engine.generate(tiny.requests([[1]], max_tokens=4))) == 1
-    repeated = engine_of(tiny.carrier(layers=2, repeat=True), num_speculative_tokens=2)
-    model = tiny.carrier(layers=2, repeat=True)
-    completions = repeated.generate(tiny.requests([[1, 2]], max_tokens=9, temperature=0))
-    assert texts(completions) == [tiny.generated(model, [1, 2], 9)]
-
-
-def test_other_architectures_are_refused_in_words() -> None:
-    from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
-
-    with pytest.raises(UsageError, match="GPT2LMHeadModel"):
-        engine_of(GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2)))
-    small = Gemma2Config(
-        vocab_size=20,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    with pytest.raises(UsageError, match="sliding_attention"):
-        engine_of(Gemma2ForCausalLM(small))
-
-
-def test_a_trunk_that_computes_something_else_is_refused() -> None:
-    """Granite's layers look like Llama's, with multipliers that only its own forward knows."""
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    config = GraniteConfig(
-        vocab_size=tiny.VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        residual_multiplier=0.2,
-        initializer_range=0.3,
-    )
-    with pytest.raises(ForerunError, match="differ from GraniteForCausalLM"):
-        engine_of(GraniteForCausalLM(config).eval())
+@pytest.mark.parametrize("repeat", [False, True])
+def test_drafting_with_several_layers_or_one_repeated(repeat: bool) -> None:
+    model = tiny.carrier(layers=2, repeat=repeat)
+    rows = tiny.prompts(3)
+    engine = engine_of(model, num_speculative_tokens=3)
+    completions = engine.generate(tiny.requests(rows, max_tokens=9, temperature=0))
+    assert texts(completions) == [tiny.generated(model, row, 9) for row in rows]
+    assert all(c.drafted_per_depth and c.drafted_per_depth[2] for c in completions)
 
 
 def test_non_finite_logits_are_reported() -> None:
     model = tiny.carrier()
     engine = engine_of(model)
-    engine.runner.norm.weight[0] = math.nan
+    engine.runner.weights["model.norm.weight"][0] = math.nan
     with pytest.raises(ForerunError, match="'r0': the model's logits are not finite"):
         engine.generate(tiny.requests([[1, 2]], max_tokens=3))
 
@@ -335,14 +297,28 @@ def test_a_context_longer_than_the_models_is_refused() -> None:
         engine_of(tiny.carrier(), max_model_len=4096)
 
 
-def test_bfloat16_runs_and_stays_near_float32() -> None:
-    model = tiny.carrier(dtype=torch.float32)
-    engine = engine_of(model, dtype=torch.bfloat16, num_speculative_tokens=2)
-    for c in engine.generate(tiny.requests(tiny.prompts(3), max_tokens=8, temperature=0)):
-        logits = tiny.teacher_forced(model, c.prompt_token_ids, c.token_ids)
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(c.token_ids)[:, None]).squeeze(1)
-        assert (torch.tensor(c.raw_log_probs) - expected).abs().max() < 0.5
+def test_bfloat16_text_with_drafts_is_its_plain_text_up_to_ties() -> None:
+    """Verifying several positions at once rounds differently, which may decide a near tie and nothing else."""
+    exact = tiny.carrier(dtype=torch.float32).to(torch.bfloat16).float()  # the same weights, computed in float32
+    engine = engine_of(exact, dtype=torch.bfloat16)
     assert engine.runner.head.weight.dtype == torch.bfloat16
+    wanted = tiny.requests(tiny.prompts(12), max_tokens=20, temperature=0)
+    plain = engine.generate(wanted)
+    engine.num_speculative_tokens = 3
+    drafted = engine.generate(wanted)
+    assert sum(c.spec_num_accepted_tokens or 0 for c in drafted) > 0
+    equal = 0
+    for ours, theirs in zip(drafted, plain, strict=True):
+        logits = tiny.teacher_forced(exact, ours.prompt_token_ids, ours.token_ids)
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(ours.token_ids)[:, None]).squeeze(1)
+        error = (torch.tensor(ours.raw_log_probs) - expected).abs()
+        assert error.max() < 0.25 and error.mean() < 0.04
+        different = [n for n, (a, b) in enumerate(zip(ours.token_ids, theirs.token_ids, strict=True)) if a != b]
+        equal += not different
+        if different:
+            n = different[0]
+            assert abs(logits[n, ours.token_ids[n]] - logits[n, theirs.token_ids[n]]) < 0.25
+    assert equal >= 8
 
 
 @pytest.mark.model

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forerun.mtp.config import AcceptanceRule
 from forerun.rollout.native.sampler import Sampler, draw_uniforms
-from forerun.rollout.native.scheduler import Running
+from forerun.rollout.native.sequence import Running
 from forerun.rollout.protocol import Request, SamplingParams
 from forerun.speculative.drafter import Drafts
 
@@ -41,8 +41,8 @@ def test_the_token_after_a_draft_is_the_target_s(
     rows = []
     for seed in range(ROWS):
         uniforms = draw_uniforms(sampling, seed, 2)
-        rows.append(Running(Request(str(seed), (0,), sampling), seed, (0,), 3, uniforms))
-    sampler = Sampler(rows, rule, vocabulary, torch.device("cpu"))
+        rows.append(Running(Request(str(seed), (0,), sampling), seed, (0,), 3, uniforms=uniforms))
+    sampler = Sampler(rows, rule, len(TARGET), vocabulary, torch.device("cpu"))
     uniforms = sampler.uniforms(1)
     logits = (DRAFT if vocabulary is None else DRAFT[vocabulary]).expand(ROWS, -1)
     column, probs = sampler.choose_draft(uniforms, logits, 0)

@@ -8,29 +8,36 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.errors import ForerunError, UsageError
 from forerun.models.carrier import MTPCarrier
 from forerun.mtp.config import AcceptanceRule
+from forerun.rollout.native.fitting import fit_runner
+from forerun.rollout.native.memory import default_cache_bytes
 from forerun.rollout.native.model import ModelRunner
 from forerun.rollout.native.products import Choice
+from forerun.rollout.native.requests import check_memory, check_requests
 from forerun.rollout.native.run import Run
-from forerun.rollout.native.sampler import draw_uniforms
-from forerun.rollout.native.scheduler import Running, check_requests
+from forerun.rollout.native.sequence import Running
+from forerun.rollout.native.stopping import StopStrings
 from forerun.rollout.protocol import Completion, NamedTensors, Request, SpeculationTotals
 from forerun.rollout.sync import check_complete, digest
-from forerun.speculative.drafter import check_draftable
+from forerun.speculative.depth_control import AdaptiveDepth, DepthControl, FixedDepth
+
+OnTokens = Callable[[str, list[int]], None]
 
 
 class NativeEngine:
     """A `RolloutEngine` with its own copy of a model's weights.
 
     Attributes:
-        num_speculative_tokens: drafts per step; may be set between calls of `generate`, 0 switches drafting off.
+        num_speculative_tokens: most drafts per row and step; may be set between calls of `generate`, 0 switches
+            drafting off.
         weight_version: version of the last `update_weights`, 0 before.
     """
 
@@ -38,11 +45,14 @@ class NativeEngine:
         self,
         runner: ModelRunner,
         *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         num_speculative_tokens: int = 0,
+        depth_control: DepthControl | Literal["auto"] | None = None,
         acceptance: AcceptanceRule = "rejection",
         max_num_seqs: int = 32,
         max_model_len: int | None = None,
         prefill_chunk_size: int = 512,
+        kv_cache_memory_bytes: int | None = None,
         seed: int = 0,
     ) -> None:
         if max_num_seqs < 1 or prefill_chunk_size < 1:
@@ -53,29 +63,36 @@ class NativeEngine:
         if max_model_len is not None and not 1 < max_model_len <= context:
             raise UsageError(f"max_model_len={max_model_len} must lie between 2 and the model's context of {context}")
         self.runner = runner
+        self.tokenizer = tokenizer
         self.num_speculative_tokens = num_speculative_tokens
+        self.depth_control = depth_control
         self.acceptance: AcceptanceRule = acceptance
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len or context
         self.prefill_chunk_size = prefill_chunk_size
+        self.kv_cache_memory_bytes = kv_cache_memory_bytes
         self.weight_version = 0
         self._seeds = torch.Generator().manual_seed(seed)
         self._asleep = False
-        self._lock = threading.Lock()
-        self._aborted: set[str] = set()
+        self._adaptive: AdaptiveDepth | None = None
         self._totals = SpeculationTotals()
+        self._run: Run | None = None
+        self._stepping = threading.RLock()  # held during a step, and by what may not happen during one
 
     @classmethod
     def from_model(
         cls,
         model: PreTrainedModel,
         *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         num_speculative_tokens: int | None = None,
+        depth_control: DepthControl | Literal["auto"] | None = None,
         acceptance: AcceptanceRule | None = None,
         draft_vocabulary: Tensor | None = None,
         max_num_seqs: int = 32,
         max_model_len: int | None = None,
         prefill_chunk_size: int = 512,
+        kv_cache_memory_bytes: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         products: Choice = "measure",
@@ -84,13 +101,19 @@ class NativeEngine:
         """Copy a model's weights into a new engine.
 
         Args:
-            model: a Llama-like causal LM; one with an MTP block (`forerun.attach`, `forerun.load`) can draft.
+            model: a causal LM of a kind that the engine runs; one with an MTP block (`forerun.attach`, `forerun.load`)
+                can draft.
+            tokenizer: the model's; requests with stop strings need it.
             num_speculative_tokens: default is the model's `mtp_config`'s, 0 without a block.
+            depth_control: chooses, step by step, how many tokens up to num_speculative_tokens are drafted: None drafts
+                as many as that, "auto" learns on line what is fastest (`speculative.depth_control`).
             acceptance: rule for requests with a temperature; default is the model's `mtp_config`'s.
             draft_vocabulary: token ids to which drafts are restricted; drafting gets cheaper and stays lossless.
             max_num_seqs: requests that run at once.
             max_model_len: longest prompt + completion; default is the model's context.
-            prefill_chunk_size: prompt tokens per forward.
+            prefill_chunk_size: prompt tokens per step.
+            kv_cache_memory_bytes: what the cache may grow to. Requests wait until they fit. Default is half of the
+                memory that is free when `generate` is called.
             dtype: default is the model's.
             device: default is the model's.
             products: how products with few rows are computed on a CPU: "measure" times the spellings when a batch
@@ -105,85 +128,95 @@ class NativeEngine:
             num_speculative_tokens = mtp.num_speculative_tokens if mtp is not None else 0
         if acceptance is None:
             acceptance = mtp.acceptance if mtp is not None else "rejection"
-        runner = ModelRunner(
+        runner = fit_runner(
             model, dtype or model.dtype, torch.device(device or model.device), draft_vocabulary, products
         )
         return cls(
             runner,
+            tokenizer=tokenizer,
             num_speculative_tokens=num_speculative_tokens,
+            depth_control=depth_control,
             acceptance=acceptance,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             prefill_chunk_size=prefill_chunk_size,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
             seed=seed,
         )
 
     @torch.inference_mode()
     def generate(
-        self, requests: Sequence[Request], on_finish: Callable[[Completion], None] | None = None
+        self,
+        requests: Sequence[Request],
+        on_finish: Callable[[Completion], None] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Completion]:
-        """See `RolloutEngine.generate`. A stop token has to be named in the request: the engine knows no tokenizer.
+        """See `RolloutEngine.generate`. A stop token has to be named in the request: the engine adds none.
+
+        Args:
+            requests: what to complete.
+            on_finish: called with each completion as it ends. It may call `abort` and `update_weights`.
+            on_tokens: called after each step with a request's id and its new tokens, before `on_finish`.
 
         Raises:
-            UsageError: a prompt is empty or too long; the rule `greedy` with a temperature; a block of several layers.
-            ForerunError: the engine sleeps, or the model's logits are not finite.
+            UsageError: a prompt is empty or too long, or a request can outgrow the cache; stop strings without a
+                tokenizer; the rule `greedy` with a temperature.
+            ForerunError: the engine sleeps or is generating, or the model's logits are not finite.
         """
         if self._asleep:
             raise ForerunError("the rollout engine sleeps: call wake() before generate()")
-        check_requests(requests, self.max_model_len, self.runner.vocab_size)
+        if self._run is not None:
+            raise ForerunError("the rollout engine is generating: give it all requests in one call, or wait")
+        check_requests(requests, self.max_model_len, self.runner.vocab_size, self.tokenizer is not None)
         depth = self._depth(requests)
+        limits = [min(len(r.prompt_token_ids) + r.sampling.max_tokens, self.max_model_len) for r in requests]
+        overhead, max_tokens = self._cache_bounds()
+        check_memory(requests, limits, depth + overhead, max_tokens)
         if not requests:
             return []
-        run = Run(
+        run = self._run = Run(
             self.runner,
-            [self._running(index, request, depth) for index, request in enumerate(requests)],
+            self._sequences(requests, limits, depth),
             rule=self.acceptance,
-            depth=depth,
+            control=self._control(depth),
+            max_depth=depth,
             max_rows=self.max_num_seqs,
+            max_tokens=max_tokens,
+            overhead=overhead,
             prefill_chunk_size=self.prefill_chunk_size,
-            take_aborted=self._take_aborted,
+            totals=self._totals,
         )
-        with self._lock:
-            self._aborted.clear()
+        try:
+            return self._complete(run, len(requests), on_finish, on_tokens)
+        finally:
+            self._run = None
+
+    def _complete(
+        self, run: Run, count: int, on_finish: Callable[[Completion], None] | None, on_tokens: OnTokens | None
+    ) -> list[Completion]:
         completions: dict[int, Completion] = {}
-        for sequence in run.finished():
-            completions[sequence.index] = completion = sequence.completion(self.weight_version)
-            self._count(completion)
-            if on_finish is not None:
-                on_finish(completion)
-        return [completions[i] for i in range(len(requests))]
-
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """See `RolloutEngine.abort`."""
-        with self._lock:
-            self._aborted.update(request_ids)
-
-    def _take_aborted(self) -> set[str]:
-        with self._lock:
-            taken, self._aborted = self._aborted, set()
-        return taken
-
-    def speculation_totals(self) -> SpeculationTotals:
-        """See `RolloutEngine.speculation_totals`."""
-        return copy.deepcopy(self._totals)
-
-    def _count(self, completion: Completion) -> None:
-        totals = self._totals
-        totals.num_verify_steps += completion.spec_num_verify_steps or 0
-        totals.num_draft_tokens += completion.spec_num_draft_tokens or 0
-        totals.num_accepted_tokens += completion.spec_num_accepted_tokens or 0
-        for depth, accepted in enumerate(completion.accepted_per_depth or []):
-            if depth == len(totals.accepted_per_depth):
-                totals.accepted_per_depth.append(0)
-            totals.accepted_per_depth[depth] += accepted
+        told = [0] * count
+        while run.unfinished:
+            with self._stepping:
+                finished = run.step(self.weight_version)
+            if on_tokens is not None:
+                for sequence in (*run.scheduler.decoding, *finished):
+                    new = sequence.token_ids[told[sequence.index] :]
+                    told[sequence.index] += len(new)
+                    if new:
+                        on_tokens(sequence.request.request_id, new)
+            for sequence in finished:
+                completions[sequence.index] = completion = sequence.completion()
+                if on_finish is not None:
+                    on_finish(completion)
+        return [completions[i] for i in range(count)]
 
     def _depth(self, requests: Sequence[Request]) -> int:
         depth = self.num_speculative_tokens
         if depth < 0:
             raise UsageError(f"num_speculative_tokens={depth} must not be negative (0 switches drafting off)")
-        if self.runner.block is None or depth == 0:
+        if self.runner.drafter is None or depth == 0:
             return 0
-        check_draftable(self.runner.block)
         if self.acceptance == "greedy":
             for request in requests:
                 if request.sampling.temperature > 0:
@@ -193,20 +226,58 @@ class NativeEngine:
                     )
         return depth
 
-    def _running(self, index: int, request: Request, depth: int) -> Running:
-        sampling = request.sampling
-        seed = sampling.seed
-        if seed is None:
-            seed = int(torch.randint(2**62, (1,), generator=self._seeds))
-        prompt = tuple(request.prompt_token_ids)
-        limit = min(len(prompt) + sampling.max_tokens, self.max_model_len)
-        # A step looks up to `depth` positions past the last one that a row may fill.
-        uniforms = draw_uniforms(sampling, seed, limit - len(prompt) + depth + 1)
-        return Running(request, index, prompt, limit, uniforms, drafted=[0] * depth, accepted=[0] * depth)
+    def _control(self, depth: int) -> DepthControl:
+        if self.depth_control is None:
+            return FixedDepth(depth)
+        if self.depth_control != "auto":
+            return self.depth_control
+        if self._adaptive is None or self._adaptive.max_depth != depth:
+            self._adaptive = AdaptiveDepth(depth)
+        return self._adaptive
+
+    def _cache_bounds(self) -> tuple[int, int]:
+        """In positions: what a row takes besides its positions, and what the cache may have in all."""
+        per_token = max(self.runner.bytes_per_token, 1)
+        overhead = -(-self.runner.bytes_per_row // per_token)
+        if self.kv_cache_memory_bytes is not None:
+            return overhead, self.kv_cache_memory_bytes // per_token
+        cache = self.runner.cache
+        held = 0 if cache is None else cache.rows * (cache.capacity + overhead)
+        return overhead, held + default_cache_bytes(self.runner.device) // per_token
+
+    def _sequences(self, requests: Sequence[Request], limits: Sequence[int], depth: int) -> list[Running]:
+        keys: dict[tuple[int, ...], int] = {}
+        sequences = []
+        for index, (request, limit) in enumerate(zip(requests, limits, strict=True)):
+            sampling = request.sampling
+            seed = sampling.seed
+            if seed is None:
+                seed = int(torch.randint(2**62, (1,), generator=self._seeds))
+            prompt = tuple(request.prompt_token_ids)
+            sequence = Running(request, index, prompt, limit, seed, prompt_key=keys.setdefault(prompt, len(keys)))
+            sequence.drafted, sequence.accepted = [0] * depth, [0] * depth
+            if sampling.stop:
+                assert self.tokenizer is not None
+                sequence.stop_strings = StopStrings(sampling.stop, self.tokenizer, sampling.min_tokens)
+            sequences.append(sequence)
+        return sequences
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """See `RolloutEngine.abort`. They end after the step that is running."""
+        run = self._run
+        if run is not None:
+            run.abort(request_ids)
+
+    def speculation_totals(self) -> SpeculationTotals:
+        """See `RolloutEngine.speculation_totals`."""
+        return copy.deepcopy(self._totals)
 
     @torch.no_grad()
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """See `RolloutEngine.update_weights`. Everything is checked before anything is copied.
+
+        While `generate` runs, in `on_finish` or in another thread, it takes place between two steps: tokens that follow
+        carry the new version, and see keys and values that older weights computed.
 
         The names are gathered first, so a generator of temporaries is held as a whole; one that yields the trainer's
         live tensors (`models.carrier.named_weights`) costs nothing.
@@ -216,17 +287,24 @@ class NativeEngine:
         """
         given = list(named_tensors)
         check_complete(self.runner.weights, given, self.runner.drafter_names)
-        for name, tensor in given:
-            self.runner.weights[name].copy_(tensor)
-        self.runner.refresh()
-        self.weight_version = version
+        with self._stepping:
+            for name, tensor in given:
+                self.runner.weights[name].copy_(tensor)
+            self.runner.refresh()
+            self.weight_version = version
 
     def drafter_digest(self) -> str:
         """`rollout.sync.digest` of the MTP block's weights in the engine's dtype, under their checkpoint names."""
         return digest((name, self.runner.weights[name]) for name in self.runner.drafter_names)
 
     def sleep(self) -> None:
-        """Free the caches. Weights stay, and may be updated meanwhile."""
+        """Free the caches. Weights stay, and may be updated meanwhile.
+
+        Raises:
+            ForerunError: the engine is generating.
+        """
+        if self._run is not None:
+            raise ForerunError("the rollout engine is generating: abort its requests before sleep()")
         self.runner.release()
         self._asleep = True
 
@@ -235,5 +313,5 @@ class NativeEngine:
         self._asleep = False
 
     def close(self) -> None:
-        """Free the caches."""
+        """Free the caches, which is all that outlives a call of `generate` besides the weights."""
         self.sleep()

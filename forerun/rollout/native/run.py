@@ -1,34 +1,42 @@
-"""One call of `generate`, step by step: admit and prefill, draft, verify, retire."""
+"""One call of `generate`, step by step: admit, prefill a chunk, draft, verify, retire."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.mtp.config import AcceptanceRule
+from forerun.rollout.native.hiddens import PendingHiddens
+from forerun.rollout.native.memory import grown
 from forerun.rollout.native.model import ModelRunner
-from forerun.rollout.native.sampler import Sampler
-from forerun.rollout.native.scheduler import PromptEnd, Running, Scheduler
+from forerun.rollout.native.prefill import Prefill, logits_of
+from forerun.rollout.native.sampler import Judged, Sampler, draw_uniforms
+from forerun.rollout.native.scheduler import Scheduler
+from forerun.rollout.native.sequence import Running
+from forerun.rollout.protocol import SpeculationTotals
+from forerun.speculative.depth_control import DepthControl
 from forerun.speculative.drafter import Drafts
-
-_CAPACITY_STEP = 64
 
 
 class Run:
-    """The rows in flight, and the trunk's hiddens that the drafter has not seen yet.
+    """The rows in flight.
 
     Args:
         runner: the model.
         sequences: what to run, in the order of admission.
         rule: acceptance rule.
-        depth: drafts per row and step, 0 for none.
+        control: chooses the drafts per row and step.
+        max_depth: most of them; 0 for no drafting at all.
         max_rows: sequences that run at once.
-        prefill_chunk_size: prompt tokens per forward.
-        take_aborted: hands over the ids of the requests that were aborted since it was last called.
+        max_tokens: positions that the cache may have, all rows together.
+        overhead: what a row takes besides, in positions.
+        prefill_chunk_size: prompt tokens per step.
+        totals: counts what is drafted.
     """
 
     def __init__(
@@ -37,186 +45,150 @@ class Run:
         sequences: Sequence[Running],
         *,
         rule: AcceptanceRule,
-        depth: int,
+        control: DepthControl,
+        max_depth: int,
         max_rows: int,
+        max_tokens: int,
+        overhead: int,
         prefill_chunk_size: int,
-        take_aborted: Callable[[], set[str]],
+        totals: SpeculationTotals,
     ) -> None:
         self.runner = runner
         self.rule = rule
-        self.take_aborted = take_aborted
-        self.chunk = prefill_chunk_size
-        self.depth = depth
-        rows = min(max_rows, len(sequences))
-        self.scheduler = Scheduler(sequences, rows)
-        # Rows near their end are padded to the deepest row's drafts, so positions can pass the limit by `depth`.
-        capacity = max(s.limit for s in sequences) + depth
-        capacity = -(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP
-        cache = self.runner.cache
-        if cache is None or cache.rows < rows or cache.capacity < capacity:
-            self.runner.release()
-            self.runner.allocate(rows, capacity)
-        self.runner.tune()
-        # Pending for the drafter: hiddens [R, T, d], the token after each [R, T], how many are a row's own.
-        self.hidden: Tensor | None = None
-        self.following: Tensor | None = None
-        self.pending: list[int] = []
+        self.control = control
+        self.max_depth = max_depth
+        self.max_rows = min(max_rows, len(sequences))
+        self.totals = totals
+        # Rows near their end are padded to the deepest row's drafts, so positions can pass the limit by `max_depth`.
+        self.scheduler = Scheduler(sequences, self.max_rows, max_tokens, max_depth, overhead)
+        self.prefill = Prefill(runner, self.scheduler, prefill_chunk_size, drafts=max_depth > 0)
+        self.pending = PendingHiddens(runner, prefill_chunk_size) if max_depth else None
         self.sampler: Sampler | None = None
+        self.drafting = max_depth > 0  # as of the last step: whether prompts had better be fed to the drafter at once
+        self._aborted: deque[str] = deque()
+        self.runner.tune()
 
-    def finished(self) -> Iterator[Running]:
-        """Run to the end; yields sequences as they finish."""
-        while self.scheduler.unfinished:
-            yield from self._abort()
-            new_rows = self.scheduler.admit()
-            if new_rows:
-                self._prefill(new_rows)
-                yield from self._retire()
-            if self.scheduler.running:
-                self._decode()
-                yield from self._retire()
+    @property
+    def unfinished(self) -> bool:
+        return self.scheduler.unfinished
 
-    def _abort(self) -> Iterator[Running]:
-        wanted = self.take_aborted()
-        if wanted:
-            yield from self.scheduler.abort(wanted)
-            yield from self._retire()
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End these at the next step. For any thread."""
+        self._aborted.extend(request_ids)
+
+    def step(self, weight_version: int) -> list[Running]:
+        """One step of every row; returns the sequences that finished."""
+        finished = []
+        if self._aborted:
+            wanted = {self._aborted.popleft() for _ in range(len(self._aborted))}
+            finished += self.scheduler.abort(wanted) + self._retire()
+        self._admit()
+        if self.scheduler.prefilling:
+            self._prefill(weight_version)
+            finished += self._retire()
+        if self.scheduler.decoding:
+            self._decode(weight_version)
+            finished += self._retire()
+        return finished
+
+    def _admit(self) -> None:
+        first = len(self.scheduler.prefilling)
+        self.scheduler.admit()
+        for s in self.scheduler.prefilling[first:]:
+            # A step looks up to `max_depth` positions past the last one that a row may fill.
+            count = s.limit - len(s.prompt) + self.max_depth + 1
+            s.uniforms = draw_uniforms(s.request.sampling, s.seed, count)
+
+    def _reserve(self, needed: int) -> None:
+        """Have room for `needed` positions in every row."""
+        scheduler, cache = self.scheduler, self.runner.cache
+        size = (0, 0) if cache is None else (cache.rows, cache.capacity)
+        wanted = grown(
+            size,
+            scheduler.rows,
+            needed,
+            scheduler.longest,
+            self.max_rows,
+            scheduler.max_tokens,
+            scheduler.overhead,
+        )
+        if wanted == size:
+            return
+        if any(s.prefilled for s in (*scheduler.decoding, *scheduler.prefilling)):
+            self.runner.resize(*wanted)
+        else:
+            self.runner.allocate(*wanted)
 
     def _make_sampler(self, rows: Sequence[Running]) -> Sampler:
-        return Sampler(rows, self.rule, self.runner.draft_vocabulary, self.runner.device)
+        runner = self.runner
+        return Sampler(rows, self.rule, runner.vocab_size, runner.draft_vocabulary, runner.device)
 
-    # Prompts
-
-    def _prefill(self, new_rows: list[int]) -> None:
-        """Fill the cache for new rows, each prompt once, and sample their first tokens."""
-        running = self.scheduler.running
-        holders = {running[row].prompt: row for row in range(new_rows[0])}
-        leaders, followers = [], []
-        for row in new_rows:
-            prompt = running[row].prompt
-            if prompt in holders:
-                followers.append((holders[prompt], row))
-            else:
-                holders[prompt] = row
-                leaders.append(row)
-        for pieces in self._pieces(leaders):
-            self._prefill_pieces(pieces)
-        for source, row in followers:
-            self.runner.copy_row(source, row, len(running[row].prompt))
-            running[row].prompt_end = running[source].prompt_end
-
-        new = [running[row] for row in new_rows]
+    def _prefill(self, weight_version: int) -> None:
+        """Take prompts a chunk further, and sample the first tokens of those that are whole."""
+        before = list(self.scheduler.decoding)
+        pieces = self.prefill.plan(weight_version)
+        self._reserve(max((piece.start + piece.length for piece in pieces), default=0))
+        new = self.prefill.step(pieces, self.drafting, weight_version)
         ends = [s.prompt_end for s in new if s.prompt_end is not None]
-        logits = torch.stack([end.logits for end in ends])[:, None]
+        if not ends:
+            return
         sampler = self._make_sampler(new)
         none = Drafts(torch.empty(len(new), 0, dtype=torch.long, device=self.runner.device), None)
+        logits = torch.stack([end.logits for end in ends])[:, None]
         judged = sampler.judge(logits, none, [0] * len(new), None if sampler.greedy else sampler.uniforms(0))
-        for s, tokens, log_probs, raw in zip(
-            new, judged.token_lists, judged.log_probs, judged.raw_log_probs, strict=True
-        ):
-            s.append(tokens, log_probs, raw)
+        self._append(new, judged, [0] * len(new), weight_version)
         self.sampler = None
-        if self.depth:
-            self._add_pending(torch.stack([end.hidden for end in ends])[:, None], judged.tokens)
+        if self.pending is not None:
+            self.pending.join(before, torch.stack([end.hidden for end in ends])[:, None], judged.tokens)
 
-    def _pieces(self, rows: list[int]) -> Iterator[list[tuple[int, int, int]]]:
-        """Cut the prompts into forwards of at most `chunk` tokens: lists of (row, start, count)."""
-        pieces: list[tuple[int, int, int]] = []
-        room = self.chunk
-        for row in rows:
-            start, length = 0, len(self.scheduler.running[row].prompt)
-            while start < length:
-                count = min(room, length - start)
-                pieces.append((row, start, count))
-                start += count
-                room -= count
-                if room == 0:
-                    yield pieces
-                    pieces, room = [], self.chunk
-        if pieces:
-            yield pieces
+    def _decode(self, weight_version: int) -> None:
+        running = self.scheduler.decoding
+        wanted = min(self.control.depth(len(running)), self.max_depth) if self.max_depth else 0
+        counts = [min(wanted, s.limit - s.length - 1) for s in running]
+        depth = max(counts)
+        longest = max(s.length for s in running)
+        self._reserve(longest + depth)
+        self.drafting = wanted > 0
+        if self.pending is not None:
+            if depth:
+                self.pending.feed(running)
+            else:
+                self.pending.put_off(running)
 
-    def _prefill_pieces(self, pieces: list[tuple[int, int, int]]) -> None:
-        running = self.scheduler.running
-        tokens: list[int] = []
-        following: list[int] = []
-        for row, start, count in pieces:
-            prompt = running[row].prompt
-            tokens.extend(prompt[start : start + count])
-            after = prompt[start + 1 : start + count + 1]
-            following.extend(after if len(after) == count else (*after, 0))
-        device = self.runner.device
-        hidden_states = self.runner.prefill(
-            torch.tensor([tokens], device=device),
-            torch.tensor([following], device=device) if self.depth else None,
-            pieces,
-        )[0]
-        at = 0
-        for row, start, count in pieces:
-            at += count
-            if start + count == len(running[row].prompt):
-                last = hidden_states[at - 1].clone()
-                running[row].prompt_end = PromptEnd(last, self._logits(last[None])[0])
-
-    def _add_pending(self, hidden: Tensor, following: Tensor) -> None:
-        """Append rows [N, 1, d], [N, 1] to what the drafter has yet to see."""
-        if self.hidden is None or self.following is None or not self.pending:
-            self.hidden, self.following, self.pending = hidden, following, [1] * len(hidden)
-            return
-        width = self.hidden.shape[1] - 1
-        self.hidden = torch.cat([self.hidden, F.pad(hidden, (0, 0, 0, width))])
-        self.following = torch.cat([self.following, F.pad(following, (0, width))])
-        self.pending += [1] * len(hidden)
-
-    # Steps
-
-    def _logits(self, hidden_states: Tensor) -> Tensor:
-        logits = self.runner.head(hidden_states)
-        return logits if logits.dtype == torch.float64 else logits.float()
-
-    def _decode(self) -> None:
-        running = self.scheduler.running
+        started = time.perf_counter()
         if self.sampler is None:
             self.sampler = self._make_sampler(running)
         sampler = self.sampler
         device = self.runner.device
         lengths = [s.length for s in running]
-        counts = [min(self.depth, s.limit - s.length - 1) for s in running]
-        depth = max(counts)
         uniforms = None if sampler.greedy else sampler.uniforms(depth)
         ends = torch.tensor(lengths, device=device)
         last = torch.tensor([[s.token_ids[-1]] for s in running], device=device)
         drafts = Drafts(last[:, :0], None)
         if depth:
-            drafts = self._draft(ends, max(lengths), depth, sampler, uniforms)
+            drafts = self._draft(ends, longest, depth, sampler, uniforms)
         positions = ends[:, None] - 1 + torch.arange(depth + 1, device=device)
         hidden_states = self.runner.decode(
             torch.cat([last, drafts.tokens], dim=1),
             positions,
-            live=max(lengths) + depth,
-            uniform=min(lengths) == max(lengths),
+            live=longest + depth,
+            uniform=min(lengths) == longest,
         )
-        judged = sampler.judge(self._logits(hidden_states), drafts, counts, uniforms)
-        self.runner.commit([accepted + 1 for accepted in judged.accepted])
-        for row, s in enumerate(running):
-            accepted = judged.accepted[row]
-            emitted = slice(accepted + 1)
-            taken = s.append(
-                judged.token_lists[row][emitted], judged.log_probs[row][emitted], judged.raw_log_probs[row][emitted]
-            )
-            if counts[row]:
-                # Drafts behind a token that ended the text were not needed: neither drafted nor accepted.
-                s.count(counts[row] if taken > accepted else taken, min(accepted, taken))
-        if self.depth:
-            self.hidden, self.following = hidden_states, judged.tokens
-            self.pending = [accepted + 1 for accepted in judged.accepted]
+        judged = sampler.judge(logits_of(self.runner, hidden_states), drafts, counts, uniforms)
+        kept = [accepted + 1 for accepted in judged.accepted]
+        self.runner.commit(kept)
+        drafted, accepted = self._append(running, judged, counts, weight_version)
+        if self.pending is not None:
+            self.pending.hidden, self.pending.following, self.pending.counts = hidden_states, judged.tokens, kept
+        self.control.observe(len(running), depth, time.perf_counter() - started, drafted, accepted)
 
     def _draft(self, ends: Tensor, longest: int, depth: int, sampler: Sampler, uniforms: Tensor | None) -> Drafts:
-        assert self.runner.drafter is not None and self.hidden is not None and self.following is not None
-        width = max(self.pending)
-        counts = torch.tensor(self.pending, device=self.runner.device)
+        assert self.runner.drafter is not None and self.pending is not None
+        width = max(self.pending.counts)
+        counts = torch.tensor(self.pending.counts, device=self.runner.device)
         return self.runner.drafter.draft(
-            self.hidden[:, :width],
-            self.following[:, :width],
+            self.pending.hidden[:, :width],
+            self.pending.following[:, :width],
             positions=ends - 1 - counts,
             counts=counts,
             live=longest - 1,
@@ -224,16 +196,44 @@ class Run:
             choose=partial(sampler.choose_draft, uniforms),
         )
 
-    def _retire(self) -> Iterator[Running]:
+    def _append(
+        self, running: Sequence[Running], judged: Judged, counts: Sequence[int], weight_version: int
+    ) -> tuple[list[int], list[int]]:
+        """Give every row its tokens. Returns the drafts judged at each depth over all rows, and those accepted."""
+        drafted, accepted = [0] * max(counts), [0] * max(counts)
+        for row, (s, count) in enumerate(zip(running, counts, strict=True)):
+            kept = judged.accepted[row]
+            emitted = slice(kept + 1)
+            taken = s.append(
+                judged.token_lists[row][emitted],
+                judged.log_probs[row][emitted],
+                judged.raw_log_probs[row][emitted],
+                weight_version,
+            )
+            if count:
+                # Drafts behind a token that ended the text were not needed: neither drafted nor accepted.
+                needed = count if taken > kept else taken
+                s.count(needed, min(kept, taken))
+                self.totals.num_verify_steps += 1
+                for depth in range(needed):
+                    drafted[depth] += 1
+                    accepted[depth] += depth < kept
+        self.totals.num_draft_tokens += sum(drafted)
+        self.totals.num_accepted_tokens += sum(accepted)
+        per_depth = self.totals.accepted_per_depth
+        per_depth.extend([0] * (len(accepted) - len(per_depth)))
+        for depth, number in enumerate(accepted):
+            per_depth[depth] += number
+        return drafted, accepted
+
+    def _retire(self) -> list[Running]:
         """Take finished sequences out and close the gaps that they leave."""
-        order = {id(s): row for row, s in enumerate(self.scheduler.running)}
-        finished, moves = self.scheduler.retire()
-        if finished:
-            for source, target in moves:
-                self.runner.copy_row(source, target, self.scheduler.running[target].length)
+        running = list(self.scheduler.decoding)
+        retired = self.scheduler.retire()
+        for move in retired.moves:
+            self.runner.copy_row(*move)
+        if len(retired.kept) < len(running):
             self.sampler = None
-            if self.depth and self.hidden is not None and self.following is not None:
-                kept = [order[id(s)] for s in self.scheduler.running]
-                self.hidden, self.following = self.hidden[kept], self.following[kept]
-                self.pending = [self.pending[row] for row in kept]
-        yield from finished
+            if self.pending is not None:
+                self.pending.keep(running, retired.kept)
+        return retired.finished

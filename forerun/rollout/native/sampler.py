@@ -15,7 +15,8 @@ from torch import Tensor
 
 from forerun.errors import ForerunError
 from forerun.mtp.config import AcceptanceRule
-from forerun.rollout.native.scheduler import Running
+from forerun.rollout.native.adjustments import Adjustments
+from forerun.rollout.native.sequence import Running
 from forerun.rollout.protocol import SamplingParams
 from forerun.speculative import rules
 from forerun.speculative.drafter import Drafts
@@ -24,10 +25,11 @@ from forerun.speculative.sampling import sample, target_distribution
 TARGET, ACCEPT, DRAFT = range(3)
 
 
-def draw_uniforms(sampling: SamplingParams, seed: int, count: int) -> Tensor | None:
-    """float64 [count, 3] for a request's positions; None for a greedy request, which needs none."""
+def draw_uniforms(sampling: SamplingParams, seed: int | None, count: int) -> Tensor | None:
+    """float64 [count, 3] for a request's positions; None for a greedy request, which needs neither them nor a seed."""
     if sampling.temperature == 0:
         return None
+    assert seed is not None
     return torch.rand(count, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -48,11 +50,17 @@ class Sampler:
     Args:
         rows: the running requests.
         rule: acceptance rule for rows with a temperature; rows without are greedy under any.
+        vocab_size: words of the target's logits.
         draft_vocabulary: long [Vd] ascending, or None.
     """
 
     def __init__(
-        self, rows: Sequence[Running], rule: AcceptanceRule, draft_vocabulary: Tensor | None, device: torch.device
+        self,
+        rows: Sequence[Running],
+        rule: AcceptanceRule,
+        vocab_size: int,
+        draft_vocabulary: Tensor | None,
+        device: torch.device,
     ) -> None:
         settings = [row.request.sampling for row in rows]
         self.rows = list(rows)
@@ -61,10 +69,15 @@ class Sampler:
         self.device = device
         self.greedy = all(s.temperature == 0 for s in settings)
         self.temperature = torch.tensor([s.temperature for s in settings], dtype=torch.float32, device=device)
+        self.min_p: Tensor | None = None
+        if any(s.min_p for s in settings):
+            self.min_p = torch.tensor([s.min_p for s in settings], dtype=torch.float32, device=device)
         self.top_k = torch.tensor([s.top_k for s in settings], dtype=torch.long, device=device)
         self.top_p = torch.tensor([s.top_p for s in settings], dtype=torch.float32, device=device)
-        # Logits are the log of the sampled distribution up to a constant: no filter, temperature 1.
-        self.plain = all(s.temperature == 1 and s.top_k == 0 and s.top_p == 1 for s in settings)
+        adjustments = Adjustments(self.rows, vocab_size, draft_vocabulary, device)
+        self.adjustments = None if adjustments.none else adjustments
+        # Logits are the log of the sampled distribution up to a constant.
+        self.plain = all(s.unmodified for s in settings)
 
     def uniforms(self, depth: int) -> Tensor:
         """float64 [R, depth + 1, 3]: the numbers of the next depth + 1 positions of each row."""
@@ -74,10 +87,20 @@ class Sampler:
 
     def choose_draft(self, uniforms: Tensor | None, logits: Tensor, index: int) -> tuple[Tensor, Tensor | None]:
         """The draft's word at depth index + 1 from logits [R, Vd]: sampled where the rule asks for it, else argmax."""
+        if self.adjustments is not None:
+            logits = self.adjustments.draft(logits, index)
+        probs = None
         if uniforms is None or self.greedy or self.rule != "rejection":
-            return logits.argmax(-1), None
-        probs = target_distribution(logits[:, None], self.temperature, self.top_k, self.top_p)[:, 0]
-        return sample(probs, uniforms[:, index, DRAFT]), probs
+            column = logits.argmax(-1)
+        else:
+            probs = self._distribution(logits[:, None])[:, 0]
+            column = sample(probs, uniforms[:, index, DRAFT])
+        if self.adjustments is not None:
+            self.adjustments.note_draft(column)
+        return column, probs
+
+    def _distribution(self, logits: Tensor) -> Tensor:
+        return target_distribution(logits, self.temperature, self.top_k, self.top_p, self.min_p)
 
     def judge(self, logits: Tensor, drafts: Drafts, counts: Sequence[int], uniforms: Tensor | None) -> Judged:
         """Apply the rule.
@@ -99,11 +122,12 @@ class Sampler:
                     "check the weights (NaN or overflow)"
                 )
         on_device = torch.tensor(counts, dtype=torch.long, device=self.device)
+        adjusted = logits if self.adjustments is None else self.adjustments.target(logits, drafts.tokens)
         probs = None
         if uniforms is None:
-            verdict = rules.greedy(logits, drafts.tokens, on_device)
+            verdict = rules.greedy(adjusted, drafts.tokens, on_device)
         else:
-            probs = target_distribution(logits, self.temperature, self.top_k, self.top_p)
+            probs = self._distribution(adjusted)
             if self.rule == "match":
                 verdict = rules.match(probs, drafts.tokens, on_device, uniforms[..., TARGET])
             else:
@@ -118,6 +142,9 @@ class Sampler:
                 )
         accepted, following = verdict
         tokens = torch.cat([drafts.tokens, following[:, None]], dim=1).scatter(1, accepted[:, None], following[:, None])
+        if self.adjustments is not None:
+            kept = torch.arange(tokens.shape[1], device=self.device) <= accepted[:, None]
+            self.adjustments.note(tokens.where(kept, following[:, None]))
         raw = logits.gather(-1, tokens[..., None]).squeeze(-1) - norm
         if uniforms is None:
             log_probs = torch.zeros_like(raw)

@@ -1,172 +1,118 @@
-"""Which request runs in which cache row. Requests are admitted in their order, as soon as a row is free."""
+"""Which request runs in which cache row.
+
+Requests are admitted in their order, as soon as a row is free and the memory for it. Rows whose prompt is in the cache
+decode, and keep to the first rows; behind them come those whose prompt is on its way, in their order of admission. Of
+these, only the first can hold anything yet.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from torch import Tensor
-
-from forerun.errors import UsageError
-from forerun.rollout.protocol import Completion, FinishReason, Request
+from forerun.rollout.native.sequence import Running
 
 
-@dataclass
-class PromptEnd:
-    """What prefilling a prompt leaves besides its keys and values: enough to sample any number of first tokens.
+class Move(NamedTuple):
+    """The first `length` positions of cache row `source` go to row `target`."""
 
-    Attributes:
-        hidden: [d], the trunk's hidden at the prompt's last token.
-        logits: [V], float32 or float64, for the first new token.
-    """
-
-    hidden: Tensor
-    logits: Tensor
+    source: int
+    target: int
+    length: int
 
 
 @dataclass
-class Running:
-    """A request on its way.
+class Retired:
+    """What `Scheduler.retire` did.
 
     Attributes:
-        request: what was asked for.
-        index: its place among the requests.
-        prompt: the prompt's tokens.
-        limit: the length, prompt included, at which it ends.
-        uniforms: float64 [limit - len(prompt) + k, 3], the random numbers of each new token; None if it is greedy.
-        prompt_end: set once the prompt is in the cache.
+        finished: the sequences that were taken out.
+        kept: for each sequence that still decodes, in order, the row that it had.
+        moves: to make in the cache, in this order.
     """
 
-    request: Request
-    index: int
-    prompt: tuple[int, ...]
-    limit: int
-    uniforms: Tensor | None
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    raw_log_probs: list[float] = field(default_factory=list)
-    prompt_end: PromptEnd | None = None
-    finish_reason: FinishReason | None = None
-    verify_steps: int = 0
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        """Tokens so far, prompt included."""
-        return len(self.prompt) + len(self.token_ids)
-
-    def append(self, tokens: Sequence[int], log_probs: Sequence[float], raw_log_probs: Sequence[float]) -> int:
-        """Take over tokens up to and including the first that ends the text; returns how many."""
-        stops = self.request.sampling.stop_token_ids
-        taken = 0
-        for token, log_prob, raw in zip(tokens, log_probs, raw_log_probs, strict=True):
-            self.token_ids.append(token)
-            self.log_probs.append(log_prob)
-            self.raw_log_probs.append(raw)
-            taken += 1
-            if token in stops:
-                self.finish_reason = "stop"
-                break
-            if self.length >= self.limit:
-                self.finish_reason = "length"
-                break
-        return taken
-
-    def count(self, drafted: int, accepted: int) -> None:
-        """Note one verification of `drafted` > 0 drafts."""
-        self.verify_steps += 1
-        for depth in range(drafted):
-            self.drafted[depth] += 1
-            self.accepted[depth] += depth < accepted
-
-    def completion(self, weight_version: int) -> Completion:
-        assert self.finish_reason is not None
-        return Completion(
-            request_id=self.request.request_id,
-            prompt_token_ids=list(self.prompt),
-            token_ids=self.token_ids,
-            log_probs=self.log_probs,
-            raw_log_probs=self.raw_log_probs,
-            finish_reason=self.finish_reason,
-            weight_versions=[weight_version] * len(self.token_ids),
-            spec_num_draft_tokens=sum(self.drafted),
-            spec_num_accepted_tokens=sum(self.accepted),
-            spec_num_verify_steps=self.verify_steps,
-            drafted_per_depth=self.drafted,
-            accepted_per_depth=self.accepted,
-        )
+    finished: list[Running]
+    kept: list[int]
+    moves: list[Move]
 
 
 class Scheduler:
-    """Waiting and running sequences; running[r] holds cache row r.
+    """Waiting, prefilling and decoding sequences; decoding[r] holds cache row r, prefilling[i] row len(decoding) + i.
 
     Args:
         sequences: in the order of admission.
         max_rows: how many can run at once.
+        max_tokens: positions that the cache can have, all rows together.
+        slack: positions that a row may need beyond its limit.
+        overhead: what a row takes besides, however long it is, in positions.
     """
 
-    def __init__(self, sequences: Sequence[Running], max_rows: int) -> None:
+    def __init__(self, sequences: Sequence[Running], max_rows: int, max_tokens: int, slack: int, overhead: int) -> None:
         self.waiting = deque(sequences)
-        self.running: list[Running] = []
+        self.prefilling: list[Running] = []
+        self.decoding: list[Running] = []
         self.max_rows = max_rows
+        self.max_tokens = max_tokens
+        self.slack = slack
+        self.overhead = overhead
 
-    def admit(self) -> list[int]:
-        """Give free rows to waiting sequences; returns the new rows."""
-        first = len(self.running)
-        while self.waiting and len(self.running) < self.max_rows:
-            self.running.append(self.waiting.popleft())
-        return list(range(first, len(self.running)))
+    @property
+    def rows(self) -> int:
+        return len(self.decoding) + len(self.prefilling)
 
-    def retire(self) -> tuple[list[Running], list[tuple[int, int]]]:
-        """Take out finished sequences. Returns them, and (from row, to row) moves that keep the others in front."""
-        finished = [s for s in self.running if s.finish_reason is not None]
-        moves = []
-        row = 0
-        while row < len(self.running):
-            if self.running[row].finish_reason is None:
-                row += 1
-                continue
-            last = self.running.pop()
-            if row < len(self.running):
-                self.running[row] = last
-                if last.finish_reason is None:
-                    moves.append((len(self.running), row))
-        return finished, moves
+    @property
+    def longest(self) -> int:
+        """Positions that the longest admitted sequence can come to need."""
+        return max((s.limit for s in (*self.decoding, *self.prefilling)), default=0) + self.slack
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self.waiting or self.prefilling or self.decoding)
+
+    def admit(self) -> None:
+        """Let waiting sequences in while there is a row and, once all have grown to their limits, memory for them."""
+        while self.waiting and self.rows < self.max_rows:
+            longest = max(self.longest, self.waiting[0].limit + self.slack)
+            if (self.rows + 1) * (longest + self.overhead) > self.max_tokens:
+                break
+            self.prefilling.append(self.waiting.popleft())
+
+    def join(self) -> Running:
+        """The first prefilling sequence decodes from now on; its row stays."""
+        sequence = self.prefilling.pop(0)
+        self.decoding.append(sequence)
+        return sequence
 
     def abort(self, request_ids: set[str]) -> list[Running]:
-        """Mark the running ones of these as finished, and take out and return the waiting ones."""
-        for s in (*self.running, *self.waiting):
-            if s.request.request_id in request_ids:
+        """Mark these as finished, unless they are already; those that still waited are taken out and returned."""
+        for s in (*self.waiting, *self.prefilling, *self.decoding):
+            if s.request.request_id in request_ids and s.finish_reason is None:
                 s.finish_reason = "abort"
         taken = [s for s in self.waiting if s.finish_reason is not None]
         self.waiting = deque(s for s in self.waiting if s.finish_reason is None)
         return taken
 
-    @property
-    def unfinished(self) -> bool:
-        return bool(self.waiting or self.running)
-
-
-def check_requests(requests: Sequence[Request], max_model_len: int, vocab_size: int) -> None:
-    """Refuse what cannot be run, before anything is.
-
-    Raises:
-        UsageError: naming the request.
-    """
-    seen: set[str] = set()
-    for request in requests:
-        name, prompt = request.request_id, request.prompt_token_ids
-        if name in seen:
-            raise UsageError(f"two requests have the id {name!r}: ids must differ")
-        seen.add(name)
-        if len(prompt) == 0:
-            raise UsageError(f"request {name!r} has an empty prompt: give at least one token")
-        if len(prompt) >= max_model_len:
-            raise UsageError(
-                f"request {name!r} has a prompt of {len(prompt)} tokens, which leaves no room in the context of "
-                f"{max_model_len}: shorten it"
-            )
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise UsageError(f"request {name!r} holds token ids outside 0..{vocab_size - 1}")
+    def retire(self) -> Retired:
+        """Take finished sequences out of the rows and close the gaps that they leave."""
+        count = len(self.decoding)
+        finished = [s for s in self.decoding if s.finish_reason is not None]
+        kept = list(range(count))
+        moves = []
+        row = 0
+        while row < len(self.decoding):
+            if self.decoding[row].finish_reason is None:
+                row += 1
+                continue
+            last, place = self.decoding.pop(), kept.pop()
+            if row < len(self.decoding):
+                self.decoding[row], kept[row] = last, place
+                if last.finish_reason is None:
+                    moves.append(Move(place, row, last.length))
+        head = self.prefilling[0] if self.prefilling else None
+        if head is not None and head.finish_reason is None and head.prefilled and len(self.decoding) < count:
+            moves.append(Move(count, len(self.decoding), head.prefilled))
+        finished += [s for s in self.prefilling if s.finish_reason is not None]
+        self.prefilling = [s for s in self.prefilling if s.finish_reason is None]
+        return Retired(finished, kept, moves)
