@@ -476,8 +476,11 @@ def serving(server: SGLangServer) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             """Tests need no log."""
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 512  # connections that wait to be taken; the others are reset
+
+    http = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=lambda: http.serve_forever(poll_interval=0.02), daemon=True)
     thread.start()
     try:
