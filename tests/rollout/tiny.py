@@ -18,6 +18,7 @@ from forerun.models.attach import attach
 from forerun.models.carrier import MTPCarrier
 from forerun.mtp.config import MTPConfig
 from forerun.rollout.protocol import Request, SamplingParams
+from tests.families.tiny import tiny_trunk
 
 VOCAB = 61
 KINDS = {
@@ -62,6 +63,16 @@ def carrier(
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
     return model.eval()
+
+
+def family_carrier(name: str, *, layers: int = 1, repeat: bool = False) -> MTPCarrier:
+    """As `carrier`, of a family of `tests.families.tiny`, in float64."""
+    model = tiny_trunk(name, dtype=torch.float64)
+    if "Experts" in "".join(type(module).__name__ for module in model.modules()):
+        model.set_experts_implementation("eager")  # the default has no float64
+    generator = torch.Generator().manual_seed(2)
+    text = torch.randint(0, VOCAB, (8, 64), generator=generator)
+    return attach(model, MTPConfig(True, num_layers=layers, repeat_layer=repeat), fit_to=[text]).eval()
 
 
 def perfect_carrier() -> MTPCarrier:
