@@ -133,6 +133,13 @@ def generate(
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling, in (0, 1].")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among so many of the likeliest tokens; 0 is all.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(help="Least probability of a token, as a share of the likeliest one's; 0 is off.")
+    ] = 0.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends an answer (and is printed); repeat it for several.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Answers for each prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
@@ -146,6 +153,9 @@ def generate(
             num_speculative_tokens=num_speculative_tokens,
             temperature=temperature,
             top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            stop=tuple(stop or ()),
             max_tokens=max_tokens,
             n=n,
             seed=seed,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import forerun
 from forerun import cli
+from forerun.generation import Answers
+from forerun.rollout.protocol import Completion
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +83,55 @@ def test_answers_are_told_apart_and_repeatable(capsys: pytest.CaptureFixture[str
     assert generate(capsys, plain, *ask, "--seed", "2")[1] != out
 
 
+def test_answers_grow_in_their_order(monkeypatch: pytest.MonkeyPatch, plain: Path) -> None:
+    """What is on stdout after each step: the first unfinished answer, and nothing of those behind it."""
+    out = StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    tokenizer = AutoTokenizer.from_pretrained(plain)
+    texts = {
+        "one": tokenizer.encode("a\u20acb"),
+        "two": tokenizer.encode("xyz"),
+        "three": tokenizer.encode("\u20ac")[:1],
+    }
+    answers = Answers(tokenizer, list(texts))
+    seen = []
+    for step in range(5):
+        for name, tokens in texts.items():
+            new = tokens[step : step + 1]
+            if new:
+                answers.grow(name, new)
+            if step + 1 == len(tokens):
+                answers.finish(Completion(name, [1], tokens, [], None, "length", []))
+        seen.append(out.getvalue())
+    first = ["a", "a", "a", "a\u20ac"]
+    assert seen[:4] == [f"--- one\n{text}" for text in first]
+    assert seen[4] == "--- one\na\u20acb\n--- two\nxyz\n--- three\n\ufffd\n"
+
+
+def test_an_answer_is_printed_while_it_grows(monkeypatch: pytest.MonkeyPatch, plain: Path) -> None:
+    written: list[str] = []
+
+    class Watched(StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return super().write(text)
+
+    out = Watched()
+    monkeypatch.setattr(sys, "stdout", out)
+    assert cli.main(["generate", "--model", str(plain), "--prompt", "abc", "--max-tokens", "20"]) == 0
+    assert sum(bool(text.strip()) for text in written) > 4
+    assert "".join(written) == out.getvalue()
+
+
+def test_a_stop_string_ends_the_answer(capsys: pytest.CaptureFixture[str], plain: Path) -> None:
+    ask = ("--prompt", "abc", "--max-tokens", "30", "--temperature", "1", "--seed", "3")
+    whole = generate(capsys, plain, *ask)[1].rstrip("\n")
+    stop = next(letter for letter in whole[3:] if letter.isascii() and letter.isalpha())
+    code, out, _ = generate(capsys, plain, *ask, "--stop", stop)
+    assert code == 0 and out.rstrip("\n") == whole[: whole.index(stop) + 1]
+    assert generate(capsys, plain, *ask, "--top-k", "1")[1] == generate(capsys, plain, *ask[:4])[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -87,6 +140,8 @@ def test_answers_are_told_apart_and_repeatable(capsys: pytest.CaptureFixture[str
         (["--prompt", "caf\udce9"], "prompt 1 is not valid UTF-8"),  # how Python hands over a byte of Latin-1
         (["--prompt", "abc", "--num-speculative-tokens", "1"], "carries no MTP block to draft with"),
         (["--prompt", "abc", "--top-p", "1.5"], "top_p=1.5 must lie in (0, 1]"),
+        (["--prompt", "abc", "--min-p", "2"], "min_p=2.0 must lie in [0, 1]"),
+        (["--prompt", "abc", "--stop", ""], "stop holds an empty string"),
     ],
 )
 def test_what_cannot_be_answered_is_one_line(
