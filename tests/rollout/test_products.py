@@ -75,6 +75,12 @@ def test_rows_are_filled_up_where_more_of_them_cost_less() -> None:
     assert plans[24] == Plan("linear") and plans[25] == plans[128] == Plan("packed")
 
 
+def test_packed_is_left_only_for_what_is_clearly_faster() -> None:
+    for linear, chosen in ((0.8, "linear"), (0.95, "packed"), (1.1, "packed")):
+        assert set(choose([{"linear": linear, "packed": 1.0}] * len(MEASURED_ROWS))) == {Plan(chosen)}  # type: ignore[arg-type]
+    assert choose([{"linear": 1.0, "transposed": 0.9}] * len(MEASURED_ROWS))[1] == Plan("transposed")
+
+
 def test_a_plan_is_measured_once_and_for_every_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_measured", {})
     calls: list[tuple[torch.Size, int]] = []

@@ -35,8 +35,12 @@ _SAMPLES = 6
 _HOPELESS = 1.3
 # Rows are added only where that promises to be this much faster: adding them costs something, too.
 _WORTH_PADDING = 0.93
+# Another spelling than `packed` must be this much faster: one spelling for all row counts rounds alike for all of them.
+_WORTH_LEAVING_PACKED = 0.9
 # As many layers of a shape are timed as hold this many bytes, so that weights come from memory as in a decoding step.
+# Where the model has fewer, clones make up for them.
 _TIMED_BYTES = 32 * 2**20
+_MOST_CLONES = 16
 # The row count that oneDNN lays a packed weight out for. For one it is the plain layout; all others share one, which
 # serves one row as well.
 _PACKED_FOR_ROWS = 32
@@ -126,6 +130,15 @@ class TunedLinear(nn.Module):
         self.packed = pack(self.weight)
         return self.packed
 
+    def blocks(self) -> list[tuple[int, int]]:
+        """Where the weight and its packed copy lie: (address, bytes)."""
+        if self.weight.device.type != "cpu":
+            return []
+        found = [(self.weight.data_ptr(), self.weight.nbytes)]
+        if self.packed is not None:
+            found.append((torch.ops.mkldnn.data_ptr(self.packed), torch.ops.mkldnn._nbytes(self.packed)))
+        return found
+
     def drop_packed(self) -> None:
         """Forget the packed copy; it is made again from the weight when it is needed."""
         self.packed = None
@@ -163,9 +176,8 @@ class ProductTable:
                     linear.drop_packed()
                 elif linear.packed is None:
                     linear.pack()
-        packed = [linear.packed for linear in self.linears if linear.packed is not None]
         if any(linear.packed is not old for linear, old in zip(self.linears, before, strict=True)):
-            huge_pages.advise((torch.ops.mkldnn.data_ptr(p), torch.ops.mkldnn._nbytes(p)) for p in packed)
+            huge_pages.advise(block for linear in self.linears for block in linear.blocks())
 
     def filled_up(self, like: Tensor, rows: int, padded: int) -> tuple[Tensor, Tensor]:
         """Zeros [padded, I] in which to put an input of `rows` rows, and the view of these rows.
@@ -194,14 +206,21 @@ class ProductTable:
         if weight.device.type != "cpu":
             return [Plan("linear")]
         if key not in _measured:
-            count = -(-_TIMED_BYTES // (weight.numel() * weight.element_size()))
-            _measured[key] = choose([measure(linears[:count], rows) for rows in MEASURED_ROWS])
+            count = -(-_TIMED_BYTES // weight.nbytes)
+            timed = linears[:count]
+            while len(timed) < min(count, _MOST_CLONES):
+                timed.append(TunedLinear(weight.clone(), None, ProductTable(self.choice)))
+            if can_pack(weight):
+                for linear in timed:
+                    linear.pack()
+            huge_pages.advise(block for linear in timed for block in linear.blocks())
+            _measured[key] = choose([measure(timed, rows) for rows in MEASURED_ROWS])
         return _measured[key]
 
 
 def choose(times: Sequence[dict[Spelling, float]]) -> list[Plan]:
     """The plan for every row count from 0 to the last measured one, from the times at MEASURED_ROWS."""
-    best = [min(at, key=at.__getitem__) for at in times]
+    best = [_best(at) for at in times]
     plans: list[Plan] = []
     for i, rows in enumerate(MEASURED_ROWS):
         own, filled = i, min(range(i, len(times)), key=lambda j: times[j][best[j]])
@@ -213,15 +232,22 @@ def choose(times: Sequence[dict[Spelling, float]]) -> list[Plan]:
     return plans
 
 
+def _best(times: dict[Spelling, float]) -> Spelling:
+    fastest = min(times, key=times.__getitem__)
+    packed = times.get("packed", float("inf"))
+    return fastest if times[fastest] < _WORTH_LEAVING_PACKED * packed else "packed"
+
+
 def measure(linears: Sequence[TunedLinear], rows: int) -> dict[Spelling, float]:
-    """Seconds that each spelling takes for a layer of this shape: the fastest call of several over different layers."""
+    """Seconds that each spelling takes for a layer of this shape: the fastest call of several over different layers.
+
+    They are packed already where they can be.
+    """
     weight = linears[0].weight
     x = torch.randn(rows, weight.shape[1], dtype=torch.float32).to(weight.dtype)
     spellings: list[Spelling] = ["linear", "transposed"]
     if can_pack(weight):
         spellings.append("packed")
-        for linear in linears:
-            linear.spelled(x, "packed")  # the first call packs, which must not be timed
     best: dict[Spelling, float] = dict.fromkeys(spellings, float("inf"))
     for _ in range(max(2, -(-_SAMPLES // len(linears)))):
         for spelling in spellings:
