@@ -9,13 +9,15 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from forerun.errors import UsageError
 
 INSIDE = Path(__file__).with_name("inside")  # the only files of ours that vLLM's interpreter may import
+# An exception's last line, after what vLLM's loggers and torch put before it; pydantic's says what is wrong below it.
 _ERROR = re.compile(
-    r"^\s*(?:\(.*?\)\s*)?(?:\w+ \d\d-\d\d [\d:]+ \[\S+\] )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)"
+    r"^(?:\(.*?\) )?(?:\w+ \d\d-\d\d [\d:]+ \[\S+\] )?(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)"
 )
 _STOP_S = 20.0
 # Not ours to hand on: where our packages lie, and leave for vLLM to unpickle what it is sent.
@@ -76,14 +78,20 @@ class VLLMProcess:
             self._process.wait(_STOP_S)
 
     def last_error(self) -> str:
-        """The last line of its output that names an error, or the last of all; how it ended, if there is none."""
+        """The last line of its output that names an error; else the signal that ended it, or the last line of all."""
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - 200_000))
         lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
-        errors = [found[1] for line in lines if (found := _ERROR.match(line))]
+        errors = []
+        for number, line in enumerate(lines):
+            if found := _ERROR.match(line):
+                details = takewhile(lambda line: line.startswith("  "), lines[number + 1 : number + 3])
+                errors.append(" ".join([found[1], *details]))
         # "Engine core initialization failed. See root cause above." says nothing itself.
         errors = [line for line in errors if "root cause" not in line] or errors
         code = self._process.poll()
+        if not errors and code is not None and code < 0:
+            errors = [f"it was killed by signal {-code}"]
         return " ".join((errors or lines or [f"exit code {code}"])[-1].split())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The vLLM engine on a CPU: a head attached to a tied Llama, exported for it; the tests send the attached one's names."""
+"""The vLLM engine on a CPU: a head attached to a tied Llama is exported for it, and updates have the attached names."""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
-"""Mends the sampling of vLLM's CPU build while it drafts.
+"""Mends the sampling of vLLM's CPU build while it drafts. Two things are wrong in vLLM 0.32:
 
-In vLLM 0.32 `expand_batch_to_tokens`, which gives every draft its request's temperature, top-k and top-p, fills a copy
-of its result on a CPU and returns the uninitialised original (utils/cpu_triton_utils.py, `_expand_kernel_impl`):
-sampled tokens follow no distribution, and greedy requests beside them go wrong. A build that has it right is left
-alone.
+- `expand_batch_to_tokens`, which gives every draft its request's temperature, top-k and top-p, fills a copy of its
+  result and returns the uninitialised original (utils/cpu_triton_utils.py, `_expand_kernel_impl`): sampled tokens
+  follow no distribution, and greedy requests beside them go wrong. A build that has it right is left alone.
+- `apply_top_k_only` (v1/sample/ops/topk_topp_sampler.py) ends the engine in a step that has no drafts to judge, as
+  before the last token of a text.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,3 +38,9 @@ def mend() -> None:
     example = torch.tensor([0.0, 0.5]), torch.tensor([2, 3], dtype=torch.int32), 3, 0, 1
     if not torch.equal(rejection_sampler.expand_batch_to_tokens(*example), expand_batch_to_tokens(*example)):
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+    constrain = rejection_sampler.apply_sampling_constraints
+
+    def constrain_some(logits: Tensor, *rest: Any) -> Tensor:
+        return constrain(logits, *rest) if len(logits) else logits
+
+    rejection_sampler.apply_sampling_constraints = constrain_some
