@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -73,9 +74,16 @@ def same_distribution(samples: Iterable[tuple[Tensor, Tensor]], level: float, sm
 def _outcome(statistic: float, degrees: int, observations: float, level: float) -> ChiSquare:
     if degrees == 0:  # one category: nothing can differ
         return ChiSquare(1.0, observations, math.nan)
+    return ChiSquare(
+        survival(statistic, degrees), observations, math.sqrt(_noncentrality(degrees, level) / (4 * observations))
+    )
+
+
+@cache
+def _noncentrality(degrees: int, level: float) -> float:
+    """With which the statistic passes the critical value of this level as often as `POWER` says."""
     critical = _root(lambda x: survival(x, degrees) - level)
-    noncentrality = _root(lambda x: POWER - _survival_noncentral(critical, degrees, x))
-    return ChiSquare(survival(statistic, degrees), observations, math.sqrt(noncentrality / (4 * observations)))
+    return _root(lambda x: POWER - _survival_noncentral(critical, degrees, x))
 
 
 def survival(statistic: float, degrees: float) -> float:

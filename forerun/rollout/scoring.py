@@ -20,14 +20,16 @@ class TokenScores(NamedTuple):
 
     `raw` and `log_prob`: log-probability under the model's own and the sampled distribution; `regret`: by how much
     the logit, with everything added that sampling adds, lies below the largest; `outside`: the same to the smallest
-    one that is sampled at all; `below`: mass of what is more probable than the token.
+    one that is sampled at all; `before_rank`, `before_id`: mass of the words that are more probable than the token, or
+    have a smaller id.
     """
 
     raw: Tensor
     log_prob: Tensor
     regret: Tensor
     outside: Tensor
-    below: Tensor
+    before_rank: Tensor
+    before_id: Tensor
 
 
 @torch.no_grad()
@@ -67,15 +69,15 @@ def _score_text(logits: Tensor, completion: Completion, sampling: SamplingParams
     mass = probs.gather(1, tokens)
     logit = adjusted.gather(1, tokens)
     lowest = adjusted.masked_fill(probs == 0, torch.inf).amin(1, keepdim=True)
-    # Of equally probable words the one with the smaller id comes first.
-    ids = torch.arange(logits.shape[1])
-    before = (probs > mass) | ((probs == mass) & (ids < tokens))
+    earlier = torch.arange(logits.shape[1]) < tokens
     return TokenScores(
         raw=logits.log_softmax(1).gather(1, tokens).squeeze(1),
         log_prob=mass.log().squeeze(1),
         regret=(adjusted.amax(1, keepdim=True) - logit).squeeze(1),
         outside=(lowest - logit).squeeze(1),
-        below=(probs * before).sum(1),
+        # Of equally probable words the one with the smaller id comes first.
+        before_rank=(probs * ((probs > mass) | ((probs == mass) & earlier))).sum(1),
+        before_id=(probs * earlier).sum(1),
     )
 
 

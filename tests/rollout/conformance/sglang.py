@@ -16,9 +16,10 @@ from tests.rollout.conformance.subjects import Subject
 from tests.rollout.sglang_server import SGLangServer, serving
 
 LACKS = {
-    "penalties": "SGLang's repetition penalty leaves the prompt out",
+    "repetition_penalty": "SGLang's leaves the prompt out",
     "min_tokens": "SGLang holds stop tokens back for whole steps while it drafts",
-    "sampled log-probs": "SGLang needs top_k to renormalise them, and passes over min_p while it drafts",
+    "min_p": "SGLang passes over it while it drafts",
+    "top_p": "its log-probs can only be renormalised with a top_k beside it",
 }
 
 

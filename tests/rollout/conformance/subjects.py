@@ -23,9 +23,19 @@ from forerun.models.carrier import MTPCarrier, mtp_weight_names, named_weights
 from forerun.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
 from forerun.rollout.scoring import TokenScores, score_texts
 
-# seeds: a seed fixes a text whatever else is in the batch. sampled log-probs: log_probs are those of the distribution
-# that top-k, top-p and min-p leave.
-Capability = Literal["seeds", "sampled log-probs", "penalties", "min_tokens", "stop strings", "digest", "sleep"]
+# Those named as a sampling setting: sampling with it, and reporting the log-probs of the distribution it leaves.
+Capability = Literal[
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "logit_bias",
+    "min_tokens",
+    "seeds",  # a seed fixes a text whatever else is in the batch
+    "stop strings",
+    "digest",
+    "sleep",
+]
 
 
 @dataclass
@@ -48,10 +58,11 @@ class Subject:
     log_prob_tolerance: float = 1e-4
     lacks: Mapping[Capability, str] = field(default_factory=dict)
 
-    def require(self, *capabilities: Capability) -> None:
-        for capability in capabilities:
-            if capability in self.lacks:
-                pytest.skip(f"no {capability}: {self.lacks[capability]}")
+    def require(self, *capabilities: str) -> None:
+        """Skip the test if the engine lacks one of these."""
+        for capability, reason in self.lacks.items():
+            if capability in capabilities:
+                pytest.skip(f"no {capability}: {reason}")
 
     @property
     def words(self) -> int:

@@ -6,6 +6,7 @@ import random
 import threading
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -89,6 +90,26 @@ def test_an_unusable_request_is_refused_before_anything_starts(subject: Subject,
         subject.engine.generate([Request("good", [3], SamplingParams(max_tokens=4)), bad], finished.append)
     assert "\n" not in str(caught.value)
     assert not finished and subject.engine.speculation_totals() == before
+
+
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "top_k": {"top_k": 5},
+    "top_p": {"top_k": 20, "top_p": 0.5},
+    "min_p": {"min_p": 0.1},
+    "repetition_penalty": {"repetition_penalty": 1.5},
+    "logit_bias": {"logit_bias": {5: 1.0}},
+    "min_tokens": {"min_tokens": 2, "stop_token_ids": (5,)},
+}
+
+
+@pytest.mark.parametrize("setting", UNUSUAL)
+def test_a_setting_that_the_engine_lacks_is_refused_and_any_other_taken(subject: Subject, setting: str) -> None:
+    asked = requests([[5, 6]], seed=1, max_tokens=4, **UNUSUAL[setting])
+    if any(name == setting for name in subject.lacks):
+        with pytest.raises(UsageError, match=setting):
+            subject.engine.generate([Request("good", [3], SamplingParams(max_tokens=4)), *asked])
+    else:
+        assert len(subject.engine.generate(asked)) == 1
 
 
 def test_a_caller_that_fails_leaves_the_engine_usable(subject: Subject) -> None:
