@@ -116,8 +116,9 @@ class NativeEngine:
                 memory that is free when `generate` is called.
             dtype: default is the model's.
             device: default is the model's.
-            products: how products with few rows are computed on a CPU: "measure" times the spellings when a batch
-                shape first occurs; a spelling's name forces it, for runs that must round alike.
+            products: how products are computed on a CPU: "measure" times the spellings of `native.products`, some
+                seconds in a process; a spelling's name forces it, for runs that must round alike. Where `packed`
+                wins, as it mostly does, the weights are held twice.
             seed: for requests that bring none.
 
         Raises:

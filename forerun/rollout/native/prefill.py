@@ -112,16 +112,20 @@ class Prefill:
             torch.tensor([tokens], device=device), torch.tensor([following], device=device) if feed else None, pieces
         )[0]
         at = 0
+        ended: dict[int, Running] = {}
         for s, (_, start, count) in zip(sequences, pieces, strict=True):
             hidden = hidden_states[at : at + count]
             at += count
             s.prefilled = start + count
             if s.prefilled == len(s.prompt):
-                last = hidden[-1].clone()
-                s.prompt_end = PromptEnd(last, logits_of(self.runner, last[None])[0], weight_version)
-                hidden = hidden[:-1]  # the drafter takes it with the first new token
+                ended[at - 1] = s
+                hidden = hidden[:-1]  # the drafter takes the last one with the first new token
             if self.drafts and not feed and len(hidden):
                 s.put_off(hidden.clone(), start)
+        if ended:
+            last = hidden_states[list(ended)]
+            for s, own, logits in zip(ended.values(), last, logits_of(self.runner, last), strict=True):
+                s.prompt_end = PromptEnd(own, logits, weight_version)
 
     def _copy(self, source: int, s: Running) -> None:
         """Give the first prefilling sequence the prompt that a decoding row holds."""
