@@ -242,6 +242,20 @@ def test_an_abort_ends_one_request_and_no_other(checkpoint: Path) -> None:
     assert len(cut.log_probs) == len(cut.weight_versions) == len(cut.token_ids)
 
 
+def test_an_abort_that_was_lost_is_sent_again(checkpoint: Path) -> None:
+    asked = [Request(f"r{i}", [i + 1], SamplingParams(80 if i else 1, temperature=0)) for i in range(8)]
+
+    def finish(completion: Completion) -> None:
+        if completion.request_id == "r0":
+            engine.abort([f"r{i}" for i in range(1, 8)])
+
+    with served(checkpoint) as (server, engine):
+        server.fail("/abort_request", *["500"] * 7)
+        ended = engine.generate(asked, on_finish=finish)
+    assert not server.faults["/abort_request"]
+    assert "abort" in {c.finish_reason for c in ended}
+
+
 def test_many_requests_with_random_aborts_lose_nothing(checkpoint: Path) -> None:
     chance = random.Random(0)
     asked = [
