@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from forerun.errors import UsageError, one_line
 
@@ -23,7 +24,6 @@ def measure_acceptance(model_dir: Path, text: Path, temperature: float = 0.0) ->
         UsageError: no MTP block, no tokenizer, or a text that cannot be read or is too short.
     """
     import torch
-    from transformers import AutoTokenizer
 
     from forerun.models.carrier import MTPCarrier
     from forerun.models.loading import load
@@ -31,21 +31,11 @@ def measure_acceptance(model_dir: Path, text: Path, temperature: float = 0.0) ->
     from forerun.models.trunk import base_model
     from forerun.mtp.stats import FIELDS, MTPStats
 
-    try:
-        words = text.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"cannot read the text {text}: {reason}") from None
+    words = read_text(text)
     model = load(model_dir).eval()
     if not isinstance(model, MTPCarrier):
         raise UsageError(f"{model_dir} carries no MTP block to measure: give --acceptance, as in 0.88,0.77,0.66")
-    try:
-        ids = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)(words)["input_ids"][:MAX_TOKENS]
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise UsageError(
-            f"measuring acceptance needs the model's tokenizer, and {model_dir} has none that can be used: copy the "
-            f"tokenizer files there ({one_line(error):.120})"
-        ) from None
+    ids = load_tokenizer(model_dir)(words)["input_ids"][:MAX_TOKENS]
     if len(ids) < 64:
         raise UsageError(f"{text} is too short to measure on: give some pages of what the model writes")
     stats = MTPStats.zeros(model.mtp.num_depths)
@@ -71,3 +61,36 @@ def measure_acceptance(model_dir: Path, text: Path, temperature: float = 0.0) ->
         shares.append(product if temperature else sums["chain_hits"] / max(sums["chain_count"], 1))
     # Deeper chains are counted over fewer positions, at the ends of rows: keep noise from making them rise.
     return [min(shares[: k + 1]) for k in range(len(shares))]
+
+
+def read_text(file: Path) -> str:
+    """A file's text, which has to hold some.
+
+    Raises:
+        UsageError: it cannot be read as UTF-8 text, or is empty.
+    """
+    try:
+        words = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"cannot read the text {file}: {reason}") from None
+    if not words.strip():
+        raise UsageError(f"{file} is empty: give some pages of what the model writes")
+    return words
+
+
+def load_tokenizer(model_dir: str | Path) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        UsageError: there is none that can be used.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise UsageError(
+            f"measuring needs the model's tokenizer, and {model_dir} has none that can be used: copy the tokenizer "
+            f"files there ({one_line(error):.120})"
+        ) from None

@@ -72,6 +72,10 @@ def run(options: PlanOptions) -> int:
     """
     if options.calibrate == (options.hardware is not None):
         raise UsageError(f"give either --hardware, one of {', '.join(DEVICES)}, or --calibrate to measure here")
+    if options.calibrate and (options.deployment != Deployment() or options.weights is not None):
+        raise UsageError(
+            "--calibrate measures the native engine as it runs here: leave out the options of a deployment"
+        )
     timeline = parse(options.batch, options.prompt_length, options.context)
     shape = load_shape(options.model)
     if options.weights is not None:
@@ -130,10 +134,9 @@ def _measure(options: PlanOptions) -> list[float]:
 
 
 def _calibrate(options: PlanOptions, timeline: list[Span]) -> tuple[StepCost, list[float]]:
-    from transformers import AutoTokenizer
-
     from forerun.models.carrier import MTPCarrier
     from forerun.models.loading import load
+    from forerun.planner.acceptance import load_tokenizer, read_text
     from forerun.planner.calibrate import calibrate_native
     from forerun.rollout.native.engine import NativeEngine
     from forerun.rollout.protocol import Request, SamplingParams
@@ -141,10 +144,10 @@ def _calibrate(options: PlanOptions, timeline: list[Span]) -> tuple[StepCost, li
     model = load(options.model)
     if not isinstance(model, MTPCarrier):
         raise UsageError(f"{options.model} carries no MTP block to draft with: plan with --hardware and --acceptance")
-    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
+    tokenizer = load_tokenizer(options.model)
     prompts = list(_PROMPTS)
     if options.text is not None:
-        prompts = [line for line in options.text.read_text(encoding="utf-8").splitlines() if line.strip()]
+        prompts = [line for line in read_text(options.text).splitlines() if line.strip()]
     sampling = SamplingParams(temperature=options.temperature, seed=0)
     requests = [Request(f"{i}", tokenizer(prompt)["input_ids"], sampling) for i, prompt in enumerate(prompts)]
     depth = options.max_depth or _DEFAULT_DEPTH

@@ -93,6 +93,38 @@ def test_acceptance_of_a_checkpoint_that_always_agrees(tmp_path: Path) -> None:
     assert measure_acceptance(tmp_path, tmp_path / "text", temperature=1.0)[0] == pytest.approx(1.0, abs=1e-3)
 
 
+def test_calibrating_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny.carrier()
+    model.save_pretrained(tmp_path)
+    tokenizer(tmp_path, model.config.vocab_size)
+    arguments = ["plan", "--model", str(tmp_path), "--calibrate", "--batch", "2,1", "--max-depth", "1", "--json"]
+    code, out, err = run(capsys, arguments)
+    answer = json.loads(out)
+    assert code == 0 and not err and answer["hardware"] == "measured here"
+    assert len(answer["acceptance"]) == 1 and 0 <= answer["acceptance"][0] <= 1
+    assert [batch["rows"] for batch in answer["batches"]] == [2, 1]
+    (tmp_path / "empty").write_text(" ")
+    code, _, err = run(capsys, [*arguments, "--text", str(tmp_path / "empty")])
+    assert code == 2 and len(err) == 1 and "is empty" in err[0]
+    code, _, err = run(capsys, [*arguments, "--eager"])
+    assert code == 2 and len(err) == 1 and "options of a deployment" in err[0]
+
+
+def test_what_cannot_be_measured_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.trunk().save_pretrained(tmp_path)
+    (tmp_path / "text").write_text("w1 w2 " * 50)
+    arguments = ["plan", "--model", str(tmp_path), "--hardware", "cpu", "--text", str(tmp_path / "text")]
+    code, out, err = run(capsys, arguments)
+    assert code == 2 and out == "" and len(err) == 1 and "carries no MTP block" in err[0]
+    tiny.carrier().save_pretrained(tmp_path)
+    code, out, err = run(capsys, arguments)
+    assert code == 2 and out == "" and len(err) == 1 and "tokenizer" in err[0]
+    tokenizer(tmp_path, 31)
+    (tmp_path / "text").write_text("w1 w2 w3")
+    code, out, err = run(capsys, arguments)
+    assert code == 2 and out == "" and len(err) == 1 and "too short" in err[0]
+
+
 def test_acceptance_of_a_drawn_head_is_low(tmp_path: Path) -> None:
     model = tiny.carrier()
     model.save_pretrained(tmp_path)
