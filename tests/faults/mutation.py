@@ -27,6 +27,7 @@ KINDS = {
     15: "tensors missing or left over at load",
     16: "a name that matches nothing leaves random weights",
     17: "draft with a cache differs from draft without",
+    29: "rejected tokens leave recurrent or convolution state behind",
 }
 
 

@@ -1,4 +1,5 @@
-"""Faults in what the block is: halves, chaining, tensors on disk, the drafter's cache (kinds 13-17)."""
+"""Faults in what the block is: halves, chaining, tensors on disk, the drafter's cache (kinds 13-17);
+and in what a hybrid trunk remembers of rejected drafts (kind 29)."""
 
 from __future__ import annotations
 
@@ -143,7 +144,7 @@ _BLOCK = [
         "forerun.speculative.drafter",
         "                for_head, for_next = self.block.step(\n",
         "                for_head, _ = self.block.step(\n",
-        (CACHED + "[1-llama]",),
+        (CACHED + "[1-llama-1-False]",),
     ),
 ]
 
@@ -335,7 +336,7 @@ _CACHE = [
         "forerun.rollout.native.model",
         "if next_tokens is not None and self.block is not None:",
         "if next_tokens is not None and self.block is None:",
-        (CACHED + "[1-llama]",),
+        (CACHED + "[1-llama-1-False]",),
     ),
     Mutation(
         17,
@@ -344,7 +345,7 @@ _CACHE = [
         "forerun.rollout.native.prefill",
         "after = s.prompt[start + 1 : start + count + 1]",
         "after = s.prompt[start : start + count]",
-        (CACHED + "[1-llama]",),
+        (CACHED + "[1-llama-1-False]",),
     ),
     Mutation(
         17,
@@ -359,7 +360,7 @@ _CACHE = [
         "        following = self.pending.following.take_along_dim(last, 1)\n"
         "        counts = torch.ones_like(counts)\n"
         "        return self.runner.drafter.draft(\n            hidden,\n            following,\n",
-        (CACHED + "[4-llama]",),
+        (CACHED + "[4-llama-1-False]",),
     ),
     Mutation(
         17,
@@ -368,7 +369,7 @@ _CACHE = [
         "forerun.speculative.drafter",
         "                at = at + 1\n",
         "",
-        (CACHED + "[1-llama]",),
+        (CACHED + "[1-llama-1-False]",),
     ),
     Mutation(
         17,
@@ -377,7 +378,7 @@ _CACHE = [
         "forerun.speculative.drafter",
         "at = (positions + counts - 1)[:, None]",
         "at = (positions + counts)[:, None]",
-        (CACHED + "[1-llama]",),
+        (CACHED + "[1-llama-1-False]",),
     ),
     Mutation(
         17,
@@ -386,17 +387,105 @@ _CACHE = [
         "forerun.speculative.drafter",
         "last = (counts - 1)[:, None, None]",
         "last = (counts.max() - 1).expand_as(counts)[:, None, None]",
-        (CACHED + "[4-llama]",),
+        (CACHED + "[4-llama-1-False]",),
     ),
     Mutation(
         17,
-        "drafter-writes-into-the-trunk-s-cache",
-        "The block's layer has the cache index of the trunk's first layer.",
-        "forerun.rollout.native.model",
-        "FusedDecoderLayer(layer.decoder, first_cache_layer + k, copies)",
-        "FusedDecoderLayer(layer.decoder, k, copies)",
-        (CACHED + "[1-llama]",),
+        "layers-share-a-cache",
+        "Two MTP layers write their keys and values into one cache.",
+        "forerun.rollout.native.trunks",
+        "FusedDecoderLayer(layer.decoder, len(self.layers) + k, copies)",
+        "FusedDecoderLayer(layer.decoder, len(self.layers), copies)",
+        (CACHED + "[4-llama-2-False]",),
+    ),
+    Mutation(
+        17,
+        "later-layers-keep-drafted-entries",
+        "After verification only the first layer's entries are written again; the second's were made from a draft.",
+        "forerun.speculative.drafter",
+        "early = positions.clamp(max=self.layers - 1)",
+        "early = positions.clamp(max=0)",
+        (CACHED + "[4-llama-2-False]",),
+    ),
+    Mutation(
+        17,
+        "later-layers-end-with-the-piece",
+        "A prompt in pieces: the second layer's last entry of each piece never learns its token.",
+        "forerun.speculative.drafter",
+        "for early in (min(self.layers - 1, start),)",
+        "for early in (0,)",
+        (CACHED + "[1-llama-3-False]",),
+    ),
+    Mutation(
+        17,
+        "later-layers-read-the-first-s-tokens",
+        "Layer k reads t_{i+1} at position i, as layer 1 does, and not t_{i+k}.",
+        "forerun.speculative.drafter",
+        "                next_tokens = F.pad(next_tokens[:, 1:], (0, 1))\n                if index < depth:",
+        "                next_tokens = next_tokens.clone()\n                if index < depth:",
+        (CACHED + "[4-llama-2-False]",),
     ),
 ]
 
-STRUCTURE = [*_BLOCK, *_TENSORS, *_CACHE]
+TRUNKS = "tests/rollout/test_trunks.py"
+ROLLED_BACK = f"{TRUNKS}::test_rolling_back_leaves_the_states_of_the_accepted_tokens_alone"
+SHARED_STATE = f"{TRUNKS}::test_samples_of_one_prompt_share_its_state_only_while_it_stands_there"
+
+_STATES = [
+    Mutation(
+        29,
+        "convolution-not-rolled-back",
+        "The short convolution goes on from the rejected drafts.",
+        "forerun.rollout.native.delta_net",
+        "at = count + torch.arange(width, device=key.device)",
+        "at = 0 * count + tokens + torch.arange(width, device=key.device)",
+        (ROLLED_BACK + "[2]",),
+    ),
+    Mutation(
+        29,
+        "recurrent-state-not-rolled-back",
+        "The state has read the rejected drafts.",
+        "forerun.rollout.native.delta_net",
+        "if min(kept) < tokens:",
+        "if min(kept) < 0:",
+        (ROLLED_BACK + "[2]",),
+    ),
+    Mutation(
+        29,
+        "rejected-drafts-decay-the-state",
+        "Rejected drafts write nothing into the state, and still let it decay.",
+        "forerun.rollout.native.delta_net",
+        "g=g.masked_fill(rejected[..., None], 0),",
+        "g=g,",
+        (ROLLED_BACK + "[2]",),
+    ),
+    Mutation(
+        29,
+        "state-stays-behind-when-a-row-moves",
+        "Keys and values move with a row, the recurrent state does not.",
+        "forerun.rollout.native.delta_net",
+        "        self.memory[target] = self.memory[source]\n",
+        "        self.memory[target] = self.memory[target]\n",
+        (SHARED_STATE + "[qwen3_next]",),
+    ),
+    Mutation(
+        29,
+        "prefix-shared-with-a-row-that-has-gone-on",
+        "The prompt's keys and values are still there; the state is that of the text after it.",
+        "forerun.rollout.native.model",
+        "self.rewinds = not self.trunk.delta_nets",
+        "self.rewinds = True",
+        (SHARED_STATE + "[qwen3_next]",),
+    ),
+    Mutation(
+        29,
+        "prompt-begins-with-another-s-state",
+        "A row's state is not cleared for the next prompt.",
+        "forerun.rollout.native.delta_net",
+        "if start == 0:",
+        "if start < 0:",
+        (SHARED_STATE + "[qwen3_next]",),
+    ),
+]
+
+STRUCTURE = [*_BLOCK, *_TENSORS, *_CACHE, *_STATES]

@@ -40,13 +40,14 @@ def fit_runner(
     """
     kinds = kinds_for(model)
     tokens, expected = _own_logits(model)
+    error = float("inf")
     for kind in kinds:
+        runner = None  # the copy before goes before another is made
         try:
             runner = ModelRunner(model, ModelCopy(model, kind, dtype, device, ProductTable(products)), draft_vocabulary)
             error = logit_error(runner, tokens, expected)
             if error <= _TOLERANCE[dtype]:
                 return runner
-            del runner  # before another copy is made
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as unfit:
             if kind is kinds[-1]:
                 raise UsageError(
