@@ -107,6 +107,20 @@ def test_drafts_after_a_pause_are_those_without_one(recorded: Drafted, chunk: in
         assert {depth for _, depth, _, _ in control.told} >= {0, max(depths)}
 
 
+def test_a_prompt_copied_during_a_pause_is_fed_afterwards(recorded: Drafted, model: MTPCarrier) -> None:
+    prompt = [5, 9, 2, 44, 17]
+    # The third comes when the second has ended, the fourth when the first has: both in the pause.
+    wanted = greedy([[1, 2], [3], prompt, prompt], [5, 2, 25, 20])
+    engine = engine_of(model, num_speculative_tokens=3, max_num_seqs=2)
+    engine.generate(wanted)
+    never_paused = dict(recorded)
+    recorded.clear()
+    engine.depth_control = Schedule([*[0] * 9, *[3] * 99])
+    engine.generate(wanted)
+    assert {name for name, _ in recorded} == {"r2", "r3"}
+    assert compare(recorded, never_paused) > 3
+
+
 def test_drafts_do_not_depend_on_how_many_follow(recorded: Drafted, model: MTPCarrier) -> None:
     wanted = greedy(tiny.prompts(5), [20] * 5)
     engine = engine_of(model, num_speculative_tokens=1)
@@ -276,11 +290,11 @@ def test_sizes_of_the_cache() -> None:
         bound = rows * (longest + overhead) + rng.randint(0, 3000)
         size = (rng.randint(0, 9), rng.randint(0, 900))
         needed = rng.randint(1, longest)
+        if size[0] >= rows and size[1] >= needed:
+            continue
         made = grown(size, rows, needed, longest, max_rows, bound, overhead)
         assert made[0] >= rows and made[1] >= needed
-        assert made == size or made[0] * (made[1] + overhead) <= bound
-        if size[0] >= rows and size[1] >= needed:
-            assert made == size
+        assert made[0] * (made[1] + overhead) <= bound
 
 
 # Ends
@@ -350,10 +364,12 @@ def test_what_may_not_happen_during_generate_is_refused(model: MTPCarrier) -> No
 def test_a_weight_update_between_steps_shows_in_the_versions(model: MTPCarrier) -> None:
     """Tokens carry the version that sampled them, and a prompt that older weights computed is not shared."""
     other = tiny.carrier()
+    torch.manual_seed(0)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.mul_(1.1)
+            parameter.add_(0.2 * torch.randn_like(parameter))
     prompt = [5, 6, 7]
+    assert tiny.generated(other, prompt, 5)[0] != tiny.generated(model, prompt, 5)[0]
     engine = engine_of(model, num_speculative_tokens=1, max_num_seqs=2)
 
     def on_finish(completion: Completion) -> None:

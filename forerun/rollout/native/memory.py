@@ -35,11 +35,11 @@ def grown(
 ) -> tuple[int, int]:
     """The size, (rows, positions per row), that a cache takes to hold `rows` rows of `needed` positions.
 
-    A cache that is large enough keeps its size. Otherwise it grows by half at least, so that copying stays a small
-    part of the work, and to no more than what its rows can come to need.
+    It grows by half at least, so that copying stays a small part of the work, and to no more than what its rows can
+    come to need.
 
     Args:
-        size: of the cache now.
+        size: of the cache now, which is too small.
         rows: rows in use, at most max_rows.
         needed: positions that they need now.
         longest: positions that they can come to need.
@@ -47,8 +47,6 @@ def grown(
         max_tokens: positions that all rows together may have, at least rows * (longest + overhead).
         overhead: what a row takes besides, in positions.
     """
-    if size[0] >= rows and size[1] >= needed:
-        return size
     positions = size[1]
     if positions < needed:
         positions = min(max(needed, int(_GROWTH * positions)), longest)

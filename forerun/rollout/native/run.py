@@ -102,6 +102,8 @@ class Run:
     def _reserve(self, needed: int) -> None:
         """Have room for `needed` positions in every row."""
         scheduler, cache = self.scheduler, self.runner.cache
+        if cache is not None and cache.rows >= scheduler.rows and cache.capacity >= needed:
+            return
         size = (0, 0) if cache is None else (cache.rows, cache.capacity)
         wanted = grown(
             size,
@@ -112,8 +114,6 @@ class Run:
             scheduler.max_tokens,
             scheduler.overhead,
         )
-        if wanted == size:
-            return
         if any(s.prefilled for s in (*scheduler.decoding, *scheduler.prefilling)):
             self.runner.resize(*wanted)
         else:
@@ -228,6 +228,8 @@ class Run:
 
     def _retire(self) -> list[Running]:
         """Take finished sequences out and close the gaps that they leave."""
+        if all(s.finish_reason is None for s in (*self.scheduler.decoding, *self.scheduler.prefilling)):
+            return []
         running = list(self.scheduler.decoding)
         retired = self.scheduler.retire()
         for move in retired.moves:
