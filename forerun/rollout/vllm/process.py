@@ -49,7 +49,7 @@ class VLLMProcess:
         self._log = tempfile.TemporaryFile("w+b", prefix="forerun-vllm-")  # noqa: SIM115 - closed in `close`
         try:
             self._process = subprocess.Popen(
-                [str(python), str(INSIDE / script), *arguments],
+                [str(Path(python).expanduser()), str(INSIDE / script), *arguments],
                 stdin=subprocess.PIPE,  # held open: its end tells the process that we are gone
                 stdout=self._log,
                 stderr=subprocess.STDOUT,

@@ -1,0 +1,112 @@
+"""The vLLM engine's parts that need no vLLM: which weight goes where, and which drafts belong to a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from forerun.errors import ForerunError, UsageError
+from forerun.models.carrier import MTPCarrier, mtp_weight_names, named_weights
+from forerun.rollout.vllm.completion import judged
+from forerun.rollout.vllm.connection import Finished
+from forerun.rollout.vllm.launch import LaunchSettings, engine_arguments
+from forerun.rollout.vllm.weights import ServedWeights
+from tests.oracles import served_models
+from tests.oracles.test_vllm import save
+from tests.rollout.conformance.vllm import attached, exported
+
+
+def served(name: str, folder: Path) -> tuple[MTPCarrier, Path]:
+    if name == "attached":
+        model = attached()
+        return model, exported(model, folder)
+    model = served_models.mixed(name)
+    save(model, folder / name)
+    return model, folder / name
+
+
+@pytest.mark.parametrize("name", ["attached", "mimo", "glm4_moe", "qwen3_next"])
+def test_an_update_is_what_the_served_files_hold(name: str, tmp_path: Path) -> None:
+    model, path = served(name, tmp_path)
+    weights = ServedWeights(path)
+    plan = weights.plan(list(named_weights(model)))
+    planned = dict([*plan.trunk, *plan.drafter])
+    files = load_file(path / "model.safetensors")
+    assert planned.keys() == files.keys() and len(planned) == len(plan.trunk) + len(plan.drafter)
+    assert all(torch.equal(planned[name], tensor) for name, tensor in files.items())
+    own = set(mtp_weight_names(model).values())
+    layout = {name: shape for name, shape, _ in weights.drafter_layout(plan.biased)}
+    assert layout == {name: tuple(tensor.shape) for name, tensor in named_weights(model) if name in own}
+    assert all(sum(torch.Size(s).numel() for _, s in pieces) == torch.Size(shape).numel()
+               for _, shape, pieces in weights.drafter_layout(plan.biased))  # fmt: skip
+
+
+@pytest.mark.parametrize("change", ["missing", "misshapen", "unknown", "twice", "drafter"])
+def test_a_plan_is_whole_or_refused(change: str, tmp_path: Path) -> None:
+    model, path = served("mimo", tmp_path)
+    given: list[tuple[str, Tensor]] = list(named_weights(model))
+    name = "model.layers.1.mlp.down_proj.weight"
+    if change == "missing":
+        given = [pair for pair in given if pair[0] != name]
+    elif change == "misshapen":
+        given = [(n, t[:-1] if n == name else t) for n, t in given]
+    elif change == "unknown":
+        given.append(("else", torch.zeros(1)))
+        name = "else"
+    elif change == "twice":
+        given.append((name, torch.zeros(1)))
+    else:
+        given = [pair for pair in given if ".mtp_layers." not in pair[0]]
+        name = "drafter"
+    with pytest.raises(ForerunError, match=name):
+        ServedWeights(path).plan(given)
+
+
+def test_a_bias_that_is_not_zero_may_not_be_left_out(tmp_path: Path) -> None:
+    model, path = served("mimo", tmp_path)
+    given = [(n, t) for n, t in named_weights(model) if n != "model.layers.0.self_attn.q_proj.bias"]
+    with pytest.raises(ForerunError, match="q_proj.bias"):  # noqa: RUF043 - any character will do
+        ServedWeights(path).plan(given)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "size", "kept", "beyond"),
+    [
+        ([2, 0, 1], 7, [2, 0, 1], [0, 0]),  # 1 + 3 + 1 + 2
+        ([2, 0, 1], 6, [2, 0, 1], [0, 0]),  # the target's own token lay behind the end
+        ([2, 0, 2], 6, [2, 0, 1], [0, 1]),
+        ([0, 2], 3, [0, 1], [0, 1]),
+        ([], 1, [], [0, 0]),
+    ],
+)
+def test_drafts_behind_the_end_of_a_text_do_not_count(
+    accepted: list[int], size: int, kept: list[int], beyond: list[int]
+) -> None:
+    finished = Finished(
+        id="a",
+        token_ids=[3] * size,
+        log_probs=[0.0] * size,
+        finish_reason="length",
+        stop_reason=None,
+        accepted=accepted,
+        drafted=[2] * len(accepted),
+    )
+    assert judged(finished, 2) == (kept, [2] * len(accepted), beyond)
+
+
+def test_what_cannot_be_launched_is_refused(tmp_path: Path) -> None:
+    model, path = served("attached", tmp_path)
+    assert engine_arguments(path, LaunchSettings("python"))["trust_remote_code"] is True
+    with pytest.raises(UsageError, match="forerun convert"):
+        engine_arguments(tmp_path / "attached", LaunchSettings("python"))
+    (path / "configuration_mimo.py").write_text("print('not ours')\n")
+    with pytest.raises(UsageError, match="trust_remote_code"):
+        engine_arguments(path, LaunchSettings("python"))
+    model.config.num_nextn_predict_layers = 0
+    served_models.trunk_of("mimo").save_pretrained(tmp_path / "plain")
+    with pytest.raises(UsageError, match="no MTP block"):
+        engine_arguments(tmp_path / "plain", LaunchSettings("python"))
