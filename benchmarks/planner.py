@@ -61,6 +61,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--draft-words", type=int, default=0, help="native: draft on the first N token ids; 0 is all")
     parser.add_argument("--vllm-python", help="interpreter of vLLM's environment")
+    parser.add_argument("--vllm-eager", action="store_true", help="do not let vLLM compile")
     parser.add_argument("--no-native", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -111,6 +112,7 @@ def measure_vllm(
             max_num_seqs=max(batches),
             max_model_len=512,
             kv_cache_bytes=1 << 30,
+            enforce_eager=args.vllm_eager,
             environment={"OMP_NUM_THREADS": str(args.threads)},
         )
         engine = VLLMEngine.launch(model_dir, settings)

@@ -13,7 +13,7 @@ from functools import cache
 
 import pytest
 
-from forerun.speculative.depth_control import AdaptiveDepth, DepthControl, FixedDepth
+from forerun.speculative.depth_control import Acceptance, AdaptiveDepth, DepthControl, FixedDepth
 
 MAX_DEPTH = 3
 Cost = Callable[[int, int, float], float]  # rows, depth, seconds so far -> seconds
@@ -173,6 +173,42 @@ def test_off_is_left_again_when_acceptance_comes_back() -> None:
     steps = Simulation(AdaptiveDepth(MAX_DEPTH), [1500], eager, share).steps
     assert [depth for _, depth in steps[100:200]].count(0) > 80
     assert [depth for _, depth in steps[-100:]].count(0) < 20
+
+
+def test_acceptance_is_counted_where_all_before_were_accepted() -> None:
+    acceptance = Acceptance(3)
+    for _ in range(100):
+        acceptance.observe([40, 40], [30, 12])
+    # Depth 3 was never tried and is believed to be like depth 2.
+    assert acceptance.tokens() == pytest.approx([1, 1.75, 2.05, 2.05 + 0.3 * 0.4], abs=0.02)
+    # What depth 1 loses, the deeper ones lose with it.
+    for _ in range(100):
+        acceptance.observe([40], [10])
+    assert acceptance.tokens()[1:3] == pytest.approx([1.25, 1.35], abs=0.03)
+    acceptance.observe([], [])
+    acceptance.observe([0, 0], [0, 0])
+    assert acceptance.tokens()[1] == pytest.approx(1.25, abs=0.03)
+
+
+def test_a_change_of_acceptance_is_seen_before_it_is_averaged_out() -> None:
+    acceptance = Acceptance(1)
+    for _ in range(200):
+        acceptance.observe([1], [1])
+    for _ in range(25):
+        acceptance.observe([1], [0])
+    assert acceptance.tokens()[1] < 1.4
+
+
+def test_doubt_grows_while_nothing_is_drafted() -> None:
+    acceptance = Acceptance(1)
+    for _ in range(200):
+        acceptance.observe([8], [2])
+    believed, hoped = acceptance.tokens()[1], acceptance.tokens(1.0)[1]
+    assert believed == pytest.approx(1.25, abs=0.01) and believed < hoped < believed + 0.05
+    for _ in range(300):
+        acceptance.observe([], [])
+    assert acceptance.tokens()[1] == believed
+    assert acceptance.tokens(1.0)[1] > hoped + 0.2
 
 
 def test_same_observations_same_depths() -> None:
