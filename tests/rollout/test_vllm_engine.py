@@ -244,6 +244,8 @@ def test_the_end_of_vllm_is_an_error_and_close_leaves_nothing(engine: VLLMEngine
         engine.drafter_digest()
     engine.close()
     wait_for_end(child)
+    with pytest.raises(ForerunError, match="it was closed"):
+        engine.drafter_digest()
 
 
 def has_ended(process: int) -> bool:

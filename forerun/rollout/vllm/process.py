@@ -79,6 +79,8 @@ class VLLMProcess:
 
     def last_error(self) -> str:
         """The last line of its output that names an error; else the signal that ended it, or the last line of all."""
+        if self._log.closed:
+            return "it was closed"
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - 200_000))
         lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
