@@ -162,7 +162,8 @@ class Drafter:
         kwargs = self.decoder_kwargs(positions[:, None] + steps, live)
         last = (counts - 1)[:, None, None].expand(-1, 1, hidden_states.shape[2])
         at = (positions + counts - 1)[:, None]
-        tokens, probs = [], []
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
         for index in range(max(depth, self.layers)):
             if index < self.layers:
                 for_head, hidden_states = self.block.step(index + 1, hidden_states, self.embed(next_tokens), **kwargs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import (
@@ -67,7 +69,7 @@ def carrier(
 
 def family_carrier(name: str, *, layers: int = 1, repeat: bool = False) -> MTPCarrier:
     """As `carrier`, of a family of `tests.families.tiny`, in float64."""
-    model = tiny_trunk(name, dtype=torch.float64)
+    model: Any = tiny_trunk(name, dtype=torch.float64)
     if "Experts" in "".join(type(module).__name__ for module in model.modules()):
         model.set_experts_implementation("eager")  # the default has no float64
     generator = torch.Generator().manual_seed(2)

@@ -36,7 +36,7 @@ class ModelCopy:
     def __init__(
         self,
         model: PreTrainedModel,
-        kind: type[FusedTrunk] | type[ModuleTrunk],
+        kind: type[Trunk],
         dtype: torch.dtype,
         device: torch.device,
         table: ProductTable,
@@ -74,7 +74,7 @@ def mtp_layers(block: MTPBlock) -> list[MTPLayer]:
     return [layer for layer in block.layers if isinstance(layer, MTPLayer)]
 
 
-def kinds_for(model: PreTrainedModel) -> list[type[FusedTrunk] | type[ModuleTrunk]]:
+def kinds_for(model: PreTrainedModel) -> list[type[Trunk]]:
     """Of what the trunk can be made, the faster kind first.
 
     Raises:

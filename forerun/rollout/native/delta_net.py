@@ -164,7 +164,7 @@ class GatedDeltaNet(nn.Module):
         """The convolution's inputs [R, T, C], the output's gate z, and what strength and decay are made of."""
         net = self.net
         if not hasattr(net, "in_proj_qkvz"):
-            return tuple(p(hidden_states) for p in (net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a))  # type: ignore[return-value]
+            return tuple(p(hidden_states) for p in (net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a))
         query, key, value, z, b, a = net.fix_query_key_value_ordering(
             net.in_proj_qkvz(hidden_states), net.in_proj_ba(hidden_states)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,32 +23,6 @@ _FUSED_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm
 _FUSED_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
 _FUSED_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
-
-
-class Trunk(Protocol):
-    """What the runner needs: embedding, layers and final norm, over a `Step`.
-
-    `norm` is the final norm, None where it has no known name; `delta_nets` the recurrent layers.
-    """
-
-    norm: nn.Module | None
-    delta_nets: list[GatedDeltaNet]
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Token ids [...] -> embeddings [..., d], as the model's embedding module gives them."""
-        ...
-
-    def __call__(self, tokens: Tensor, step: Step) -> Tensor:
-        """tokens long [R, T] -> hiddens [R, T, d] that the LM head takes."""
-        ...
-
-    def make_rotary(self, capacity: int) -> Rotary | None:
-        """Factors for positions below `capacity`, for layers that take them from the step."""
-        ...
-
-    def copy_mtp_layer(self, layer: MTPLayer, k: int, copies: WeightCopies) -> MTPLayer:
-        """The MTP layer of depth k + 1, called with `step=`."""
-        ...
 
 
 def check_rows(trunk: Any) -> None:
@@ -82,6 +56,10 @@ class FusedTrunk(nn.Module):
     Args:
         trunk: transformers'; see `fits`.
         copies: where the weights go.
+
+    Attributes:
+        norm: the final norm.
+        delta_nets: the recurrent layers, none here.
     """
 
     def __init__(self, trunk: Any, copies: WeightCopies) -> None:
@@ -105,20 +83,24 @@ class FusedTrunk(nn.Module):
         return all(map(_is_fusible, [*trunk.layers, *(layer.decoder for layer in mtp_layers)]))
 
     def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [...] -> embeddings [..., d]."""
         return F.embedding(tokens, self.embedding)
 
     def forward(self, tokens: Tensor, step: Step) -> Tensor:
+        """tokens long [R, T] -> hiddens [R, T, d] that the LM head takes."""
         hidden_states = self.embed(tokens)
         for layer in self.layers:
             hidden_states = layer(hidden_states, step=step)
         return self.norm(hidden_states)
 
     def make_rotary(self, capacity: int) -> Rotary:
+        """Factors for positions below `capacity`, which the layers take from the step."""
         positions = torch.arange(capacity, device=self.embedding.device)[None]
         cos, sin = self._rotary(self.embedding[:0], positions)
         return Rotary(cos[0], sin[0])
 
     def copy_mtp_layer(self, layer: MTPLayer, k: int, copies: WeightCopies) -> MTPLayer:
+        """The MTP layer of depth k + 1, called with `step=`."""
         made = MTPLayer.__new__(MTPLayer)
         nn.Module.__init__(made)
         made.concat_order = layer.concat_order
@@ -136,12 +118,12 @@ def _is_fusible(layer: Any) -> bool:
         return False
     attention, mlp = parts["self_attn"], parts["mlp"]
     head_dim = getattr(attention, "head_dim", None)
-    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    if (norms[0] is None) != (norms[1] is None) or not set(dict(mlp.named_children())) <= _FUSED_MLP:
+    norms = [norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None]
+    if len(norms) == 1 or not set(dict(mlp.named_children())) <= _FUSED_MLP:
         return False
-    norms = [norm for norm in norms if norm is not None]
     return (
-        not {name for name, _ in attention.named_children()} - _FUSED_ATTENTION
+        not any(list(part.parameters(recurse=False)) for part in (layer, attention, mlp))
+        and not {name for name, _ in attention.named_children()} - _FUSED_ATTENTION
         and hasattr(attention, "scaling")
         and all(norm.weight.shape == (head_dim,) for norm in norms)
         and all(
@@ -158,6 +140,10 @@ class ModuleTrunk(nn.Module):
     Args:
         trunk: transformers'.
         copies: where the weights go.
+
+    Attributes:
+        norm: the final norm, None where it has no known name.
+        delta_nets: the recurrent layers.
     """
 
     def __init__(self, trunk: Any, copies: WeightCopies) -> None:
@@ -172,18 +158,28 @@ class ModuleTrunk(nn.Module):
                     self.delta_nets.append(getattr(parent, name))
 
     def embed(self, tokens: Tensor) -> Tensor:
+        """As in `FusedTrunk`, with what the model's embedding module does besides."""
         return self.module.get_input_embeddings()(tokens)
 
     def forward(self, tokens: Tensor, step: Step) -> Tensor:
+        """As in `FusedTrunk`."""
         with running(step):
             return self.module(input_ids=tokens, position_ids=step.positions, use_cache=False).last_hidden_state
 
     def make_rotary(self, capacity: int) -> None:
-        return None
+        """None: transformers' layers rotate by themselves."""
 
     def copy_mtp_layer(self, layer: MTPLayer, k: int, copies: WeightCopies) -> MTPLayer:
+        """As in `FusedTrunk`.
+
+        Raises:
+            UsageError: the layer is recurrent.
+        """
         made: MTPLayer = copies.module(layer)
         if any(map(GatedDeltaNet.is_one, made.modules())):
             raise UsageError("the native engine cannot draft with a recurrent MTP layer: use one with attention")
         made.decoder = RowsDecoder(made.decoder, getattr(self.module, "rotary_emb", None))
         return made
+
+
+Trunk = FusedTrunk | ModuleTrunk
