@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -102,6 +103,7 @@ class Completion:
         spec_num_verify_steps: forwards that judged at least one draft of this request.
         drafted_per_depth: drafts judged at each depth, index 0 = depth 1.
         accepted_per_depth: how many of them were accepted.
+        accepted_draft: per token, whether it was drafted and accepted, and not the target's own.
     """
 
     request_id: str
@@ -117,6 +119,7 @@ class Completion:
     spec_num_verify_steps: int | None = None
     drafted_per_depth: list[int] | None = None
     accepted_per_depth: list[int] | None = None
+    accepted_draft: list[bool] | None = None
 
     @property
     def acceptance_length(self) -> float | None:
@@ -148,6 +151,8 @@ class RolloutEngine(Protocol):
 
     weight_version: int
     num_speculative_tokens: int
+    # What weights are held in, which `drafter_digest` is of; None: in what `update_weights` brings.
+    dtype: torch.dtype | None
 
     def generate(
         self, requests: Sequence[Request], on_finish: Callable[[Completion], None] | None = None

@@ -1,4 +1,4 @@
-"""A tiny checkpoint on disk, and one thread for tiny models."""
+"""A tiny checkpoint on disk, one thread for tiny models, and the fixtures of the oracles."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.oracles.conftest import oracle, vllm_env  # noqa: F401
 from tests.trainers.tiny import make_model, make_tokenizer
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.config import RLConfig
+from forerun.engines.torch_engine import TorchEngine
 from forerun.errors import ForerunError, UsageError
 from forerun.rollout.native.engine import NativeEngine
 from forerun.trainers.alarms import AlarmError, Alarms
@@ -96,6 +97,13 @@ class ForgetsDrafter(NativeEngine):
             if name not in drafter:
                 self.runner.weights[name].copy_(tensor)
         self.weight_version = version
+
+
+def test_a_drafter_in_another_precision_is_in_sync(tmp_path: Path) -> None:
+    made = speculative(settings(tmp_path, *DRAFT))
+    assert isinstance(made.engine, TorchEngine)
+    made.rollout = NativeEngine.from_model(made.engine.model, dtype=torch.bfloat16, products="linear")
+    assert made.step(PROMPTS)["drafter_in_sync"] == 1.0 and not made.alarms.raised
 
 
 @pytest.mark.parametrize("on_alarm", ["stop", "warn"])

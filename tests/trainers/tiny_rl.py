@@ -42,6 +42,7 @@ class PlainRollout:
     def __init__(self, model: LlamaForCausalLM) -> None:
         self.model = copy.deepcopy(model).eval()
         self.weight_version = 0
+        self.dtype = None
 
     @torch.no_grad()
     def generate(

@@ -91,6 +91,7 @@ class SGLangEngine:
         self.served = of_checkpoint(path, self.facts.dtype)
         self.ends = end_tokens(path)
         self.weight_version = 0
+        self.dtype: torch.dtype | None = None
         self._way: Way = transport
         self._transport: Transport | None = None
         self._bucket_bytes = bucket_bytes

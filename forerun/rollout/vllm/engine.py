@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 
 from forerun.errors import ForerunError, UsageError
@@ -43,6 +44,7 @@ class VLLMEngine:
                 "those of the tokens as they were sampled"
             )
         self._served = ServedWeights(facts["model"])
+        self.dtype: torch.dtype | None = getattr(torch, facts["dtype"])
         self._vocab_size = int(text_section(self._served.config)["vocab_size"])
         self._depth: int = facts["num_speculative_tokens"]
         self._reports_drafts = self._depth == 0 or facts["spec_metrics"] == "detailed"
