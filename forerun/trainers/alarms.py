@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,7 +38,7 @@ class Alarm:
 
 
 class Alarms:
-    """Watches a run; keeps what was raised in `raised`.
+    """Watches a run; keeps what was raised in `raised`, and tells `record` of it where that is set.
 
     Args:
         on_alarm: "warn" logs each alarm once per kind, "stop" raises AlarmError.
@@ -53,6 +53,7 @@ class Alarms:
         self.loss = loss
         self.warmup_steps = warmup_steps
         self.raised: list[Alarm] = []
+        self.record: Callable[[Alarm], None] | None = None
         self._drafted_in_vain = 0.0
 
     def mtp_loss(self, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -101,6 +102,8 @@ class Alarms:
         alarm = Alarm(name, step, f"alarm {name} at step {step}: {message}")
         first = all(earlier.name != name for earlier in self.raised)
         self.raised.append(alarm)
+        if self.record is not None:
+            self.record(alarm)
         if self.on_alarm == "stop":
             raise AlarmError(alarm.message)
         if first:

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from forerun.algorithms.advantages import advantages
 from forerun.algorithms.filtering import informative_groups
 from forerun.config import AlgorithmConfig, OverlongBufferConfig
 from forerun.data.batch import Batch
 from forerun.data.chat import response_document
+from forerun.data.detokenize import Detokenizer
 from forerun.data.packing import pack
 from forerun.data.prompts import Prompt
 from forerun.errors import UsageError
@@ -180,8 +182,12 @@ def _sum_or_none(values: Sequence[int | None]) -> float | None:
     return float(sum(known)) if len(known) == len(values) else None
 
 
-def text_table(samples: Sequence[Sample], limit: int) -> list[Mapping[str, object]]:
-    """The first responses as rows for people: prompt, response, reward, acceptance length."""
+def text_table(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[Mapping[str, object]]:
+    """The first responses as rows for people: prompt, response, reward, acceptance length, and the response's tokens.
+
+    `tokens` are pieces of text that make up the response, and `accepted_draft` says which of them were accepted drafts;
+    None where the engine cannot say.
+    """
     return [
         {
             "prompt": sample.prompt.messages[-1]["content"],
@@ -189,6 +195,24 @@ def text_table(samples: Sequence[Sample], limit: int) -> list[Mapping[str, objec
             "reward": sample.reward.score,
             "event": sample.reward.event,
             "acceptance_length": sample.completion.acceptance_length,
+            "tokens": token_pieces(sample.completion.token_ids, sample.text, tokenizer),
+            "accepted_draft": sample.completion.accepted_draft,
         }
         for sample in samples[:limit]
     ]
+
+
+def token_pieces(token_ids: Sequence[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[str] | None:
+    """What each token adds to `text`, which they decode to without special tokens: their concatenation is `text`.
+
+    A token inside a character adds nothing, the one that completes it the character. None where the tokenizer writes
+    the tokens otherwise as a whole than one after the other.
+    """
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=True)
+    pieces = [detokenizer.push(token) for token in token_ids]
+    written = "".join(pieces)
+    if not text.startswith(written):
+        return None
+    if pieces:  # bytes of a character that was never finished
+        pieces[-1] += text[len(written) :]
+    return pieces

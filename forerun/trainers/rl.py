@@ -162,6 +162,7 @@ class RLTrainer:
         config = self.config.trainer
         run = RunDirectory(self.config, config)
         metrics: Metrics = {}
+        self.alarms.record = run.log_alarm
         with run.writers, self._owned:
             resumed = run.resume(self.engine)
             if resumed is not None:
@@ -378,7 +379,7 @@ class RLTrainer:
     def _write_samples(self, run_dir: Path, limit: int = 8) -> None:
         path = run_dir / SAMPLES_FILE
         with failures(path), path.open("a", encoding="utf-8") as file:
-            for row in text_table(self.samples, limit):
+            for row in text_table(self.samples, self.tokenizer, limit):
                 file.write(json.dumps({"step": self.rl_step, **row}) + "\n")
 
 

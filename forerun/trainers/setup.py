@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -31,12 +32,15 @@ from forerun.families import declared_depth, family_of, present_depth
 from forerun.models.attach import Init, attach
 from forerun.models.loading import load
 from forerun.mtp.config import MTPConfig
+from forerun.report.atomic import failures
 from forerun.report.writers import Writers, make_writers, rewind_lines
+from forerun.trainers.alarms import Alarm
 
 logger = logging.getLogger(__name__)
 
-# Responses of a run's steps, as JSON lines beside metrics.jsonl.
+# Responses of a run's steps, and its alarms, as JSON lines beside metrics.jsonl.
 SAMPLES_FILE = "samples.jsonl"
+ALARMS_FILE = "alarms.jsonl"
 
 
 def check_config(config: SFTConfig | RLConfig, has_data: bool, has_model: bool) -> None:
@@ -193,7 +197,14 @@ class RunDirectory:
         """Drop what an earlier process logged past `step`, where this one goes on; None: it starts anew."""
         step = -1 if step is None else step
         self.writers.rewind(step)
-        rewind_lines(self.path / SAMPLES_FILE, step)
+        for name in (SAMPLES_FILE, ALARMS_FILE):
+            rewind_lines(self.path / name, step)
+
+    def log_alarm(self, alarm: Alarm) -> None:
+        """Append an alarm; for `Alarms.record`."""
+        path = self.path / ALARMS_FILE
+        with failures(path), path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(alarm)) + "\n")
 
     def write_config(self) -> None:
         """Write config.yaml; after `resume`, so that a resume that is refused leaves the earlier run's."""

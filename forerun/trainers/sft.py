@@ -135,6 +135,7 @@ class SFTTrainer:
         config, engine = self.config.trainer, self.engine
         run = RunDirectory(self.config, config)
         metrics: Metrics = {}
+        self.alarms.record = run.log_alarm
         with run.writers:
             resumed = run.resume(engine)
             if resumed is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from forerun.models.attach import attach
 from forerun.models.carrier import named_weights
 from forerun.mtp.config import MTPConfig
 from forerun.rollout.native.engine import NativeEngine
+from forerun.rollout.native.sequence import Running
 from forerun.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
 from tests.rollout import tiny
 
@@ -179,6 +182,28 @@ def test_a_perfect_drafter_has_every_draft_accepted() -> None:
             assert completion.drafted_per_depth == completion.accepted_per_depth == [3, 2, 2]
 
 
+def test_accepted_drafts_lie_where_the_steps_put_them() -> None:
+    engine = engine_of(tiny.carrier(), num_speculative_tokens=3)
+    steps: dict[str, list[int]] = {}
+    append = Running.append
+
+    def noting(self: Running, *given: Any) -> int:
+        taken = append(self, *given)
+        steps.setdefault(self.request.request_id, []).append(taken)
+        return taken
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Running, "append", noting)
+        completions = engine.generate(tiny.requests(tiny.prompts(9), max_tokens=17, seed=4))
+    assert any(sum(c.accepted_draft or []) for c in completions)
+    for c in completions:
+        ends = list(itertools.accumulate(steps[c.request_id]))
+        assert c.accepted_draft is not None and ends[-1] == len(c.token_ids)
+        # Without a stop every step ends with a token of the target's own, and holds accepted drafts before it.
+        own = {end - 1 for end in ends}
+        assert [not flag for flag in c.accepted_draft] == [place in own for place in range(len(c.token_ids))]
+
+
 def test_counts_add_up_to_the_tokens() -> None:
     engine = engine_of(tiny.carrier(), num_speculative_tokens=3)
     stop = tuple(range(0, tiny.VOCAB, 15))
@@ -191,6 +216,9 @@ def test_counts_add_up_to_the_tokens() -> None:
         # ones; a last step without room for a draft is not a verify step.
         counted = 1 + (c.spec_num_verify_steps or 0) + (c.spec_num_accepted_tokens or 0)
         assert len(c.token_ids) - counted in (-1, 0, 1)
+        flags = c.accepted_draft or []
+        assert len(flags) == len(c.token_ids) and not flags[0]
+        assert sum(flags) == c.spec_num_accepted_tokens
         assert (c.token_ids[-1] in stop) == (c.finish_reason == "stop")
         assert not set(c.token_ids[:-1]) & set(stop)
         reasons.add(c.finish_reason)

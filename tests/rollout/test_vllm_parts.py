@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forerun.errors import ForerunError, UsageError
 from forerun.models.carrier import MTPCarrier, mtp_weight_names, named_weights
-from forerun.rollout.vllm.completion import judged
+from forerun.rollout.vllm.completion import Judged, accepted_draft, judged
 from forerun.rollout.vllm.connection import Finished
 from forerun.rollout.vllm.launch import LaunchSettings, engine_arguments
 from forerun.rollout.vllm.weights import ServedWeights
@@ -96,6 +96,20 @@ def test_drafts_behind_the_end_of_a_text_do_not_count(
         drafted=[2] * len(accepted),
     )
     assert judged(finished, 2) == (kept, [2] * len(accepted), beyond)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "size", "flags"),
+    [
+        ([2, 0, 1], 7, "-++--+-"),
+        ([2, 0, 1], 6, "-++--+"),  # the target's own token lay behind the end
+        ([2, 0, 1], 8, None),  # a step without drafts, who knows where
+        ([], 3, "---"),
+    ],
+)
+def test_accepted_drafts_are_found_in_the_text(accepted: list[int], size: int, flags: str | None) -> None:
+    counts = Judged(accepted, [2] * len(accepted), [0, 0])
+    assert accepted_draft(counts, size) == (None if flags is None else [flag == "+" for flag in flags])
 
 
 def test_what_cannot_be_launched_is_refused(tmp_path: Path) -> None:

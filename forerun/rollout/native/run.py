@@ -209,6 +209,7 @@ class Run:
                 judged.log_probs[row][emitted],
                 judged.raw_log_probs[row][emitted],
                 weight_version,
+                kept,
             )
             if count:
                 # Drafts behind a token that ended the text were not needed: neither drafted nor accepted.

@@ -66,6 +66,7 @@ class Running:
     verify_steps: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    accepted_draft: list[bool] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -73,9 +74,17 @@ class Running:
         return len(self.prompt) + len(self.token_ids)
 
     def append(
-        self, tokens: Sequence[int], log_probs: Sequence[float], raw_log_probs: Sequence[float], weight_version: int
+        self,
+        tokens: Sequence[int],
+        log_probs: Sequence[float],
+        raw_log_probs: Sequence[float],
+        weight_version: int,
+        accepted: int,
     ) -> int:
-        """Take over tokens up to and including the first that ends the text; returns how many."""
+        """Take over tokens, the first `accepted` of them drafts, up to and including the one that ends the text.
+
+        Returns how many.
+        """
         stops = self.request.sampling.stop_token_ids
         taken = 0
         for token, log_prob, raw in zip(tokens, log_probs, raw_log_probs, strict=True):
@@ -83,6 +92,7 @@ class Running:
             self.log_probs.append(log_prob)
             self.raw_log_probs.append(raw)
             self.weight_versions.append(weight_version)
+            self.accepted_draft.append(taken < accepted)
             taken += 1
             ending = token if token in stops else None if self.stop_strings is None else self.stop_strings.push(token)
             if ending is not None:
@@ -122,4 +132,5 @@ class Running:
             spec_num_verify_steps=self.verify_steps,
             drafted_per_depth=self.drafted,
             accepted_per_depth=self.accepted,
+            accepted_draft=self.accepted_draft,
         )

@@ -71,4 +71,17 @@ def completion(request: Request, finished: Finished, version: int, depth: int, c
         made.spec_num_verify_steps = len(counts.drafted)
         made.drafted_per_depth = [sum(drafted > k for drafted in counts.drafted) for k in range(depth)]
         made.accepted_per_depth = [sum(accepted > k for accepted in counts.accepted) for k in range(depth)]
+        made.accepted_draft = accepted_draft(counts, size)
     return made
+
+
+def accepted_draft(counts: Judged, size: int) -> list[bool] | None:
+    """Per token of a text of `size` tokens, whether it was an accepted draft; None where steps without drafts lie
+    between the others, as vLLM does not say where."""
+    if not counts.drafted:
+        return [False] * size
+    flags = [False]
+    for accepted in counts.accepted:
+        flags += [True] * accepted + [False]
+    # The last step's own token is not in a text that ended before it.
+    return flags[:size] if size <= len(flags) <= size + 1 else None
