@@ -23,7 +23,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from forerun import MTPConfig, attach
-from forerun.algorithms.aggregation import LossAggMode, LossCounts, aggregate_loss, count_targets, sequence_lengths
+from forerun.algorithms.aggregation import LossAggMode, LossCounts, aggregate_loss, count_targets
+from forerun.algorithms.sequences import sequence_lengths
 from forerun.data.batch import Batch
 from forerun.data.packing import Document, pack
 from forerun.engines.protocol import predicted_mask
