@@ -1,4 +1,4 @@
-"""The ranks that share a training step: who runs which micro-batch, weights in FSDP2 shards, sums over all of them.
+"""A model's weights in FSDP2 shards over the ranks that train it.
 
 Every rank is handed *all* micro-batches of a step and runs its own. So each knows every count that a loss divides by
 without asking the others, and the step's gradient is the whole batch's whatever the number of ranks.
@@ -6,26 +6,21 @@ without asking the others, and the step's gradient is the whole batch's whatever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from forerun.engines.protocol import merge_metrics
-from forerun.errors import ForerunError, one_line
+from forerun.engines.ranks import RankGroup
 from forerun.models.carrier import MTPCarrier
 from forerun.models.trunk import base_model
-from forerun.mtp.stats import MTPStats
 
-Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -60,7 +55,7 @@ class _Runner(nn.Module):
         return function()
 
 
-class DataParallel:
+class DataParallel(RankGroup):
     """A model on the ranks of a device mesh; without a mesh, on this process alone.
 
     Args:
@@ -70,81 +65,53 @@ class DataParallel:
     """
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, sharding: ShardingConfig) -> None:
-        self.rank, self.size = (0, 1) if mesh is None else (mesh.get_rank(), mesh.size())
+        super().__init__(mesh)
         self.sharded = mesh is not None
+        self._running = False
         self._runner = _Runner(model)
-        self._group: dist.ProcessGroup | None = None
-        if mesh is None:
-            return
-        self._group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
-        _shard(self._runner, model, mesh, sharding)
+        if mesh is not None:
+            _shard(self._runner, model, mesh, sharding)
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Call `function`, in which embedding, LM head and norms may be used. Every rank calls it as often.
 
-        A loss must be among what it returns as it is or in a tuple: its backward pass is hooked there.
+        A loss must be among what it returns as it is or in a tuple: its backward pass is hooked there. A call within
+        another is part of that one.
         """
-        result = self._runner(function)
+        if self._running:
+            return function()
+        self._running = True
+        try:
+            result = self._runner(function)
+        finally:
+            self._running = False
         if not torch.is_grad_enabled() and isinstance(self._runner, FSDPModule):
             self._runner.reshard()  # as backward would: a rollout that follows wants the memory
         return result
 
-    def deal(self, items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
-        """This rank's items, each with whether it counts.
+    @torch.no_grad()
+    def rewrite(self, layers: Iterable[nn.Module], function: Callable[[], Result]) -> Result:
+        """`run` a function that writes to the weights of `layers`, which are whole in it; on every rank the same."""
+        shards = [layer for layer in layers if isinstance(layer, FSDPModule)]
 
-        Ranks must gather and reduce equally often, so where the last ones are too few for all, the ranks that get none
-        run one of the others' for nothing.
-        """
-        source = iter(items)
-        while turn := list(islice(source, self.size)):
-            yield (turn[self.rank], True) if self.rank < len(turn) else (turn[0], False)
+        def write() -> tuple[Result, list[list[Tensor]]]:
+            for layer in shards:
+                layer.unshard()
+            result = function()
+            written = [[weight.detach().clone() for weight in _weights(layer)] for layer in shards]
+            for layer in shards:
+                layer.reshard()
+            return result, written
 
-    def collect(self, count: int, own: Sequence[Result]) -> list[Result]:
-        """What every rank made of its `deal` of `count` items, in the items' order."""
-        if self._group is None:
-            return list(own)
-        parts: list[Any] = [None] * self.size
-        dist.all_gather_object(parts, list(own), group=self._group)
-        return [parts[place % self.size][place // self.size] for place in range(count)]
+        result, written = self.run(write)
+        for layer, tensors in zip(shards, written, strict=True):
+            for own, tensor in zip(_weights(layer), tensors, strict=True):
+                own.copy_(like(tensor, own))
+        return result
 
-    def merge(self, values: dict[str, float]) -> dict[str, float]:
-        """Metrics of all ranks, by `merge_metrics`."""
-        total: dict[str, float] = {}
-        for part in self.collect(self.size, [values]):
-            merge_metrics(total, part)
-        return total
 
-    def reduce(self, stats: MTPStats) -> MTPStats:
-        """The sums over all ranks."""
-        return stats if self._group is None else stats.reduce(self._group)
-
-    def any(self, flag: Tensor) -> bool:
-        """Whether a 0-dim flag is up on any rank."""
-        if self._group is None:
-            return bool(flag)
-        raised = flag.to(torch.int32)
-        dist.all_reduce(raised, dist.ReduceOp.MAX, group=self._group)
-        return bool(raised)
-
-    def on_first(self, write: Callable[[], None]) -> None:
-        """Call `write` on rank 0 alone; the others wait for it.
-
-        Raises:
-            ForerunError: on every rank, if it failed there.
-        """
-        failure: Exception | None = None
-        if self.rank == 0:
-            try:
-                write()
-            except Exception as error:
-                failure = error
-        if self._group is not None:
-            said = [None if failure is None else one_line(failure)]
-            dist.broadcast_object_list(said, group=self._group, group_src=0)
-            if said[0] is not None and failure is None:
-                raise ForerunError(f"rank 0: {said[0]}")
-        if failure is not None:
-            raise failure
+def _weights(module: Any) -> list[nn.Parameter]:
+    return list(module.parameters())
 
 
 def _shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, config: ShardingConfig) -> None:
@@ -163,6 +130,7 @@ def _shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, config: Sh
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # losses are divided by counts of the whole step
+            module.set_force_sum_reduction_for_comms(True)  # below float64 a factor is NCCL's own kind of sum otherwise
 
 
 def whole(tensor: Tensor) -> Tensor:

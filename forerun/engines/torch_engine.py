@@ -298,6 +298,8 @@ class TorchEngine:
                 return self._log_probs(self._trunk_hidden_states(batch), batch, temperature)
 
         own = [self.ranks.run(partial(one, batch.to(self.device))) for batch, _ in self.ranks.deal(batches)]
+        if self.ranks.sharded:  # on their way to the other ranks, whose devices are not ours
+            own = [(values.cpu(), entropies.cpu()) for values, entropies in own]
         return self.ranks.collect(len(batches), own)
 
     @torch.no_grad()

@@ -174,7 +174,8 @@ def fit_projection(
         set_norm_scale(layer.final_norm, scale * (fitted / count / layer.proj.out_features) ** 0.5)
     for depth in range(2, len(model.mtp.layers) + 1):
         other = model.mtp.layer(depth)
-        other.load_state_dict(layer.state_dict())
+        for own, fitted_weight in zip(other.parameters(), layer.parameters(), strict=True):
+            own.copy_(fitted_weight)
         if model.mtp.undo_norm is not None and model.mtp.recurrence == "post_norm":
             # The first layer took the hidden from before the trunk's norm; this one's comes from after the head's.
             set_norm_scale(other.hidden_norm, norm_scale(layer.hidden_norm) * scale.pow(2).mean().sqrt() / scale)

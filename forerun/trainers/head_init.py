@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -48,6 +49,7 @@ def fit_new_head(engine: TorchEngine, rows: Sequence[Batch], max_tokens: int = F
             return hidden
 
         rows_read = [(row.input_ids, row.document_ids) for row in chosen]
-        explained = fit_projection(model, rows_read, trunk_hidden)
+        # Every rank reads all rows: that is little work, and their heads start the same.
+        explained = engine.ranks.rewrite(model.mtp.layers, partial(fit_projection, model, rows_read, trunk_hidden))
     logger.info("fitted the new head to %d tokens: %.0f %% of the variance explained", tokens, 100 * explained)
     return explained

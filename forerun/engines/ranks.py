@@ -1,0 +1,98 @@
+"""The ranks that share a step: who runs which micro-batch, what they tell one another, who writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from forerun.engines.protocol import merge_metrics
+from forerun.errors import ForerunError, one_line
+from forerun.mtp.stats import MTPStats
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class RankGroup:
+    """The ranks of a device mesh; without a mesh this process alone, which is rank 0 of 1.
+
+    Every rank calls the same methods in the same order.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self.rank, self.size = (0, 1) if mesh is None else (mesh.get_rank(), mesh.size())
+        self._group: dist.ProcessGroup | None = None
+        if mesh is not None:
+            self._group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+
+    def deal(self, items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
+        """This rank's items, each with whether it counts.
+
+        Ranks must gather and reduce equally often, so where the last ones are too few for all, the ranks that get none
+        run one of the others' for nothing.
+        """
+        source = iter(items)
+        while turn := list(islice(source, self.size)):
+            yield (turn[self.rank], True) if self.rank < len(turn) else (turn[0], False)
+
+    def collect(self, count: int, own: Sequence[Result]) -> list[Result]:
+        """What every rank made of its items, `items[rank::size]` of `count`, in the items' order. No CUDA tensors.
+
+        What comes after a rank's share, as `deal` gives some, is left out.
+        """
+        if self._group is None:
+            return list(own)
+        parts: list[Any] = [None] * self.size
+        dist.all_gather_object(parts, list(own), group=self._group)
+        return [parts[place % self.size][place // self.size] for place in range(count)]
+
+    def agree(self, value: Result) -> Result:
+        """Rank 0's value."""
+        if self._group is None:
+            return value
+        said = [value]
+        dist.broadcast_object_list(said, group=self._group, group_src=0)
+        return said[0]
+
+    def merge(self, values: dict[str, float]) -> dict[str, float]:
+        """Metrics of all ranks, by `merge_metrics`."""
+        total: dict[str, float] = {}
+        for part in self.collect(self.size, [values]):
+            merge_metrics(total, part)
+        return total
+
+    def reduce(self, stats: MTPStats) -> MTPStats:
+        """The sums over all ranks."""
+        return stats if self._group is None else stats.reduce(self._group)
+
+    def any(self, flag: Tensor) -> bool:
+        """Whether a 0-dim flag is up on any rank."""
+        if self._group is None:
+            return bool(flag)
+        raised = flag.to(torch.int32)
+        dist.all_reduce(raised, dist.ReduceOp.MAX, group=self._group)
+        return bool(raised)
+
+    def on_first(self, write: Callable[[], None]) -> None:
+        """Call `write` on rank 0 alone; the others wait for it.
+
+        Raises:
+            ForerunError: on every rank, if it failed there.
+        """
+        failure: Exception | None = None
+        if self.rank == 0:
+            try:
+                write()
+            except Exception as error:
+                failure = error
+        said = self.agree(None if failure is None else one_line(failure))
+        if failure is not None:
+            raise failure
+        if said is not None:
+            raise ForerunError(f"rank 0: {said}")
