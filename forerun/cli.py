@@ -95,13 +95,9 @@ def sft(config: ConfigPath, overrides: Overrides = None) -> Work:
     """Supervised fine-tuning of a model and its MTP block, or of the block alone."""
 
     def work() -> int:
-        from forerun.config import SFTConfig
-        from forerun.config_file import load_config
+        from forerun.launch.command import run
 
-        loaded = load_config(SFTConfig, config, overrides or [])
-        from forerun.trainers.sft import SFTTrainer
-
-        SFTTrainer(loaded).train()
+        run("sft", config, overrides or [])
         return 0
 
     return work
@@ -112,13 +108,9 @@ def rl(config: ConfigPath, overrides: Overrides = None) -> Work:
     """Reinforcement learning on verifiable rewards, with speculative rollouts."""
 
     def work() -> int:
-        from forerun.config import RLConfig
-        from forerun.config_file import load_config
+        from forerun.launch.command import run
 
-        loaded = load_config(RLConfig, config, overrides or [])
-        from forerun.trainers.rl import RLTrainer
-
-        RLTrainer(loaded).train()
+        run("rl", config, overrides or [])
         return 0
 
     return work

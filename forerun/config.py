@@ -106,6 +106,42 @@ class EngineConfig:
     activation_recompute: bool = False
     # A loss or gradient that is not finite: stop, or drop that step.
     on_nonfinite: Literal["stop", "skip"] = "stop"
+    # The rest is for ranks that share the model (docs/launch.md), whose weights lie in shards (FSDP2).
+    # Ranks to one copy of the model: fewer than all make replicas (HSDP); null is all.
+    fsdp_size: int | None = _number(None, ge=1)
+    # Precision that weights are gathered and computed in, and that gradients are summed in; null is their own.
+    param_dtype: Literal["bfloat16"] | None = None
+    reduce_dtype: Literal["float32", "bfloat16"] | None = None
+    # Free a layer's gathered weights after its forward pass, and gather them again for the backward pass.
+    reshard_after_forward: bool = True
+
+    def validate(self, prefix: str) -> None:
+        if self.autocast != "none" and self.param_dtype is not None:
+            raise UsageError(
+                f"{prefix}autocast and {prefix}param_dtype both set the forward pass's precision: keep one"
+            )
+
+
+@dataclass
+class DistributedConfig:
+    """The processes of launch=torchrun, by torchrun's names. Under an outer torchrun only `timeout_s` counts."""
+
+    nproc_per_node: int = _number(1, ge=1)
+    nnodes: int = _number(1, ge=1)
+    # With several machines: HOST:PORT of one of them, and a name of the run, the same on all.
+    rdzv_endpoint: str | None = None
+    rdzv_id: str = "forerun"
+    # Seconds that a rank waits for the others, at the start and in every exchange, before it fails.
+    timeout_s: float = _number(1800.0, gt=0)
+    # Seconds that ranks get to end after another one failed; then they are killed.
+    shutdown_timeout_s: int = _number(30, ge=0)
+
+    def validate(self, prefix: str) -> None:
+        if (self.nnodes > 1) != (self.rdzv_endpoint is not None):
+            raise UsageError(
+                f"{prefix}nnodes={self.nnodes} with {prefix}rdzv_endpoint={self.rdzv_endpoint or 'null'}: several "
+                "machines meet at the HOST:PORT of one of them, and one machine needs none"
+            )
 
 
 @dataclass
@@ -328,6 +364,9 @@ class SFTConfig:
     mtp: MTPConfig = field(default_factory=MTPConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    # "torchrun" starts distributed.nproc_per_node processes on this machine.
+    launch: Literal["local", "torchrun"] = "local"
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     # Passes over the data; when given, it takes the place of trainer.total_steps.
     total_epochs: int | None = _number(None, ge=1)
     # Rows for each optimizer step, and how many of them go through the model at once.
@@ -366,6 +405,9 @@ class RLConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    # "torchrun" starts distributed.nproc_per_node processes on this machine.
+    launch: Literal["local", "torchrun"] = "local"
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     # Prompts for each rollout; the optimizer steps on ppo_mini_batch_size prompts at a time (each with its rollout.n
     # responses), ppo_epochs times over; micro_batch_size counts responses.
     train_batch_size: int = _number(8, ge=1)

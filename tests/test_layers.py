@@ -21,6 +21,7 @@ LAYERS: list[set[str]] = [
     {"config"},
     {"config_file"},
     {"trainers", "planner"},
+    {"launch"},
     {"generation", "demo", "doctor"},
     {"cli"},
 ]

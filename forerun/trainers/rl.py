@@ -22,6 +22,7 @@ from forerun.data.chat import encode_prompt, stop_token_ids
 from forerun.data.order import DataOrder
 from forerun.data.prompts import Prompt, read_prompts
 from forerun.engines.protocol import TrainingEngine
+from forerun.engines.ranks import RankGroup
 from forerun.engines.torch_engine import TorchEngine
 from forerun.errors import ForerunError, UsageError
 from forerun.report.atomic import failures
@@ -160,7 +161,7 @@ class RLTrainer:
             ForerunError: see the engines, the alarms and the writers; checkpoints written before stay.
         """
         config = self.config.trainer
-        run = RunDirectory(self.config, config)
+        run = RunDirectory(self.config, config, RankGroup())
         metrics: Metrics = {}
         self.alarms.record = run.log_alarm
         with run.writers, self._owned:
@@ -186,8 +187,7 @@ class RLTrainer:
                     if last or run.is_due(config.save_freq, self.rl_step):
                         run.save(self.engine, {"order": self.order.state_dict(), "rl_step": self.rl_step})
                     progress.advance(1, _note(metrics))
-            self.engine.export(run.model_path)
-            self.tokenizer.save_pretrained(run.model_path)
+            run.export(self.engine, self.tokenizer)
         return metrics
 
     def step(self, prompts: Sequence[Prompt]) -> Metrics:
@@ -334,7 +334,7 @@ class RLTrainer:
         self._in_sync = True
         if not self.drafts:
             return True
-        trained = digest(self.engine.drafter_weights())
+        trained = digest(self.engine.drafter_weights(), self.rollout.dtype)
         return self.alarms.drafter_digest(self.rl_step, trained, self.rollout.drafter_digest())
 
     def evaluate(self) -> Metrics:

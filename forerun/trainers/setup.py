@@ -23,8 +23,10 @@ from forerun.config import (
     check,
 )
 from forerun.config_file import save_config
+from forerun.engines.data_parallel import ShardingConfig
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import TrainingEngine
+from forerun.engines.ranks import RankGroup
 from forerun.engines.state import latest_checkpoint, prune_checkpoints
 from forerun.engines.torch_engine import TorchEngineConfig
 from forerun.errors import ForerunError, UsageError, one_line
@@ -56,6 +58,32 @@ def check_config(config: SFTConfig | RLConfig, has_data: bool, has_model: bool) 
     for place in (output, *output.parents):
         if place.exists() and not place.is_dir():
             raise UsageError(f"trainer.output_dir={output}: {place} is a file, name a directory")
+
+
+def check_ranks(config: SFTConfig | RLConfig, num_ranks: int | None) -> None:
+    """Check what a configuration says of ranks against their number; None is one process that shares with nobody.
+
+    Raises:
+        UsageError: a setting that would have no effect, or that several ranks cannot do.
+    """
+    engine = config.engine
+    if num_ranks is None:
+        unused = EngineConfig()
+        for name in ("fsdp_size", "param_dtype", "reduce_dtype", "reshard_after_forward"):
+            if (value := getattr(engine, name)) != getattr(unused, name):
+                raise UsageError(
+                    f"engine.{name}={str(value).lower()} is for ranks that share the model: unset it, or set "
+                    "launch=torchrun"
+                )
+        return
+    if engine.fsdp_size is not None and num_ranks % engine.fsdp_size:
+        raise UsageError(f"engine.fsdp_size={engine.fsdp_size} must divide the number of ranks, {num_ranks}")
+    if ":" in engine.device:
+        raise UsageError(f"engine.device={engine.device} would put every rank there: use auto, cpu or cuda")
+    if isinstance(config, SFTConfig) and config.cache_hiddens:
+        raise UsageError("cache_hiddens=true is for one process: ranks run the trunk together, so set it to false")
+    if isinstance(config, RLConfig):
+        raise UsageError("forerun rl trains in one process: set launch=local, and start it without torchrun")
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -139,6 +167,11 @@ def engine_config(
         autocast=None if engine.autocast == "none" else engine.autocast,
         activation_recompute=engine.activation_recompute,
         on_nonfinite=engine.on_nonfinite,
+        sharding=ShardingConfig(
+            param_dtype=engine.param_dtype,
+            reduce_dtype=engine.reduce_dtype,
+            reshard_after_forward=engine.reshard_after_forward,
+        ),
     )
 
 
@@ -150,16 +183,21 @@ def _scheduler_name(optim: OptimConfig, total_steps: int) -> str:
 class RunDirectory:
     """`trainer.output_dir`: resolved configuration, metrics, checkpoints, the exported model under `model/`.
 
+    Rank 0 alone writes; every rank reads the checkpoint that it resumes from.
+
     Args:
         config: the run's configuration dataclass.
         trainer: its trainer section.
+        ranks: those that share the run, each with such an object.
 
     Raises:
         UsageError: `trainer.resume` is off and the directory holds another run's checkpoints.
     """
 
-    def __init__(self, config: Any, trainer: TrainerConfig) -> None:
+    def __init__(self, config: Any, trainer: TrainerConfig, ranks: RankGroup) -> None:
         self.trainer = trainer
+        self.ranks = ranks
+        self.is_writer = ranks.rank == 0
         self.path = Path(trainer.output_dir)
         # The newest checkpoints by step are kept and resumed from: an earlier run's would push this one's out.
         if not trainer.resume and latest_checkpoint(self.path) is not None:
@@ -168,7 +206,8 @@ class RunDirectory:
                 "give another trainer.output_dir, or delete them"
             )
         self.config = config
-        self.writers: Writers = make_writers(trainer.logger, self.path, asdict(config))
+        loggers = trainer.logger if self.is_writer else []
+        self.writers: Writers = make_writers(loggers, self.path, asdict(config))
 
     @property
     def model_path(self) -> Path:
@@ -180,7 +219,7 @@ class RunDirectory:
         Raises:
             ForerunError: the checkpoint is damaged, or was written with another model or other settings.
         """
-        checkpoint = latest_checkpoint(self.path) if self.trainer.resume else None
+        checkpoint = self.ranks.agree(latest_checkpoint(self.path) if self.trainer.resume else None)
         if checkpoint is None:
             return None
         try:
@@ -197,25 +236,36 @@ class RunDirectory:
         """Drop what an earlier process logged past `step`, where this one goes on; None: it starts anew."""
         step = -1 if step is None else step
         self.writers.rewind(step)
-        for name in (SAMPLES_FILE, ALARMS_FILE):
-            rewind_lines(self.path / name, step)
+        if self.is_writer:
+            for name in (SAMPLES_FILE, ALARMS_FILE):
+                rewind_lines(self.path / name, step)
 
     def log_alarm(self, alarm: Alarm) -> None:
         """Append an alarm; for `Alarms.record`."""
+        if not self.is_writer:
+            return
         path = self.path / ALARMS_FILE
         with failures(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(alarm)) + "\n")
 
     def write_config(self) -> None:
         """Write config.yaml; after `resume`, so that a resume that is refused leaves the earlier run's."""
-        save_config(self.config, self.path)
+        if self.is_writer:
+            save_config(self.config, self.path)
 
     def save(self, engine: TrainingEngine, extra: Mapping[str, Any]) -> Path:
         """Write a checkpoint of the engine's current step and delete those past `save_total_limit`."""
         path = self.path / f"checkpoint-{engine.global_step}"
         engine.save(path, extra)
-        prune_checkpoints(self.path, self.trainer.save_total_limit)
+        if self.is_writer:
+            prune_checkpoints(self.path, self.trainer.save_total_limit)
         return path
+
+    def export(self, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """The trained model as a Hugging Face directory, tokenizer included."""
+        engine.export(self.model_path)
+        if tokenizer is not None and self.is_writer:
+            tokenizer.save_pretrained(self.model_path)
 
     def is_due(self, frequency: int, step: int) -> bool:
         return frequency > 0 and step % frequency == 0

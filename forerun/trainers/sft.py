@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from forerun.config import SFTConfig
@@ -34,6 +36,7 @@ from forerun.trainers.setup import (
     RunDirectory,
     carries_mtp,
     check_config,
+    check_ranks,
     engine_config,
     load_model,
     load_tokenizer,
@@ -67,6 +70,8 @@ class SFTTrainer:
         mtp_loss: the MTP objective of the engine that is built; default as `config.mtp` says.
         initialise: called once with (model, training rows) on a new run, before the first step. Default: what
             `mtp_init` says, for a block that this run attaches.
+        mesh: ranks that share the run (see `TorchEngine`), of which every one makes such a trainer; for the engine that
+            is built.
 
     Raises:
         UsageError: a configuration or data that cannot be used.
@@ -82,8 +87,10 @@ class SFTTrainer:
         tokenizer: PreTrainedTokenizerBase | None = None,
         mtp_loss: MTPLossFn = default_mtp_loss,
         initialise: Callable[[MTPCarrier, Sequence[Batch]], None] | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         check_config(config, has_data=documents is not None, has_model=engine is not None)
+        check_ranks(config, None if mesh is None else mesh.size())
         self.config = config
         set_seed(config.trainer.seed)
         device = resolve_device(config.engine)
@@ -107,11 +114,14 @@ class SFTTrainer:
             if initialise is None and fit and config.mtp.enable_train and not carries_mtp(config.model):
                 initialise = self._fit_head
             init: Init = "carry" if config.mtp_init == "fit" else config.mtp_init
+            # Shards move to the device as they are cut, which need not hold the whole model.
+            place = device if mesh is None else torch.device("cpu")
             engine = TorchEngine(
-                load_model(config.model, config.mtp, device, config.trainer.seed, init),
+                load_model(config.model, config.mtp, place, config.trainer.seed, init),
                 engine_config(config.engine, config.optim, config.mtp, self.total_steps, not config.freeze_trunk),
                 mtp_loss,
                 HiddenCache() if config.cache_hiddens else None,
+                mesh,
             )
         _check_fit([*documents, *itertools.chain(*eval_documents.values())], engine.model)
         self.engine = engine
@@ -133,7 +143,7 @@ class SFTTrainer:
             ForerunError: see the engine, the alarms and the writers; checkpoints written before stay.
         """
         config, engine = self.config.trainer, self.engine
-        run = RunDirectory(self.config, config)
+        run = RunDirectory(self.config, config, self.engine.ranks)
         metrics: Metrics = {}
         self.alarms.record = run.log_alarm
         with run.writers:
@@ -161,7 +171,7 @@ class SFTTrainer:
                     progress.advance(1, _note(metrics))
             if not metrics:  # resumed when there was no step left to do
                 metrics.update(self.evaluate())
-            self.export(run)
+            run.export(engine, self.tokenizer)
         return metrics
 
     def step(self) -> Metrics:
@@ -192,12 +202,6 @@ class SFTTrainer:
 
     def _fit_head(self, model: MTPCarrier, rows: Sequence[Batch]) -> None:
         fit_new_head(self.engine, rows)
-
-    def export(self, run: RunDirectory) -> None:
-        """The trained model as a Hugging Face directory, tokenizer included."""
-        self.engine.export(run.model_path)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(run.model_path)
 
     def _read(self, files: Sequence[str], limit: int | None) -> list[Document]:
         data = self.config.data

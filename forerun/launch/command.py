@@ -1,0 +1,66 @@
+"""`forerun sft` and `forerun rl`: in this process, as ranks started from it, or as one rank that torchrun started.
+
+`forerun rl` is for one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from forerun.config import RLConfig, SFTConfig
+from forerun.config_file import load_config
+from forerun.launch.rank import check_device_count, is_rank, joined, run_as_rank
+from forerun.launch.torchrun import start_ranks
+from forerun.trainers.setup import check_ranks, resolve_device
+
+Verb = Literal["sft", "rl"]
+
+
+def run(verb: Verb, path: Path, overrides: Sequence[str]) -> None:
+    """One training run. `launch=torchrun` starts ranks; in a process that is a rank already, `launch` is not read.
+
+    Raises:
+        UsageError: a configuration that cannot be used, found before a process or a model is started.
+        ForerunError: see the trainers, and `start_ranks`.
+    """
+    if is_rank():
+        run_as_rank(partial(_run_rank, verb, path, overrides))
+        return
+    config = _load(verb, path, overrides)
+    if config.launch == "local":
+        _train(config, None)
+        return
+    settings = config.distributed
+    check_ranks(config, settings.nnodes * settings.nproc_per_node)
+    if resolve_device(config.engine).type == "cuda":
+        check_device_count(settings.nproc_per_node)
+    start_ranks([verb, str(path), *overrides], settings)
+
+
+def _run_rank(verb: Verb, path: Path, overrides: Sequence[str]) -> None:
+    config = _load(verb, path, overrides)
+    with joined(config.engine, config.distributed) as mesh:
+        _train(config, mesh)
+
+
+def _load(verb: Verb, path: Path, overrides: Sequence[str]) -> SFTConfig | RLConfig:
+    if verb == "sft":
+        return load_config(SFTConfig, path, overrides)
+    return load_config(RLConfig, path, overrides)
+
+
+def _train(config: SFTConfig | RLConfig, mesh: DeviceMesh | None) -> None:
+    if isinstance(config, SFTConfig):
+        from forerun.trainers.sft import SFTTrainer
+
+        SFTTrainer(config, mesh=mesh).train()
+    else:
+        check_ranks(config, None if mesh is None else mesh.size())
+        from forerun.trainers.rl import RLTrainer
+
+        RLTrainer(config).train()

@@ -1,0 +1,116 @@
+"""This process as one rank of several that torchrun started: its process group and mesh, its output, how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+from forerun.config import DistributedConfig, EngineConfig
+from forerun.errors import ForerunError, UsageError
+from forerun.trainers.setup import resolve_device
+
+# Beside a rank's error file: what ranks other than 0 print.
+OUTPUT_FILE = "output.log"
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+def is_rank() -> bool:
+    """Whether torchrun, or what sets the same variables, started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextmanager
+def joined(engine: EngineConfig, distributed: DistributedConfig) -> Iterator[DeviceMesh]:
+    """The mesh of all ranks, as `engine.fsdp_size` lays it out, on `engine.device`: gloo on the CPU, NCCL on CUDA.
+
+    Raises:
+        UsageError: the environment names no meeting place, or more ranks of this machine than it has CUDA devices.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK") if name not in os.environ]
+    if missing:
+        raise UsageError(f"RANK and WORLD_SIZE are set, and {missing[0]} is not: start the ranks with torchrun")
+    device, size = resolve_device(engine), int(os.environ["WORLD_SIZE"])
+    if device.type == "cuda":
+        check_device_count(int(os.environ["LOCAL_RANK"]) + 1)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    timeout = timedelta(seconds=distributed.timeout_s)
+    # With CUDA both: what is kept on the CPU is summed there.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    shards = engine.fsdp_size or size
+    if shards == size:
+        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    else:
+        mesh = init_device_mesh(device.type, (size // shards, shards), mesh_dim_names=("replicate", "shard"))
+        for group in (*mesh.get_all_groups(), mesh._flatten().get_group()):
+            _set_pg_timeout(timeout, group)  # those have torch's default; there is no public way
+    yield mesh
+    # Not after a failure: it waits for ranks that may be gone.
+    dist.destroy_process_group()
+
+
+def check_device_count(ranks: int) -> None:
+    """Refuse more ranks on this machine than it has CUDA devices.
+
+    Raises:
+        UsageError
+    """
+    if ranks > (found := torch.cuda.device_count()):
+        raise UsageError(f"{ranks} ranks on this machine, which has {found} CUDA devices: start one for each")
+
+
+def run_as_rank(work: Callable[[], None]) -> None:
+    """Do a rank's work. What it raises goes into the file where torchrun looks for it, and ends the process.
+
+    Output of ranks other than 0 goes into a file beside that one.
+    """
+    if not os.environ.get(_ERROR_FILE):  # not torchrun: nobody would read the files
+        return work()
+    if int(os.environ["RANK"]) != 0:
+        _redirect(Path(os.environ[_ERROR_FILE]).with_name(OUTPUT_FILE))
+    try:
+        record(work, _Recorder())()
+    except BaseException as error:
+        code = error.exit_code if isinstance(error, ForerunError) else 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # At once: ranks that wait for this one fail when its connections close, so never before it has ended. And
+        # closing a process group that has lost a rank may take until its timeout.
+        os._exit(code)
+
+
+def _redirect(path: Path) -> None:
+    """Python's and C's output alike."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(handle, stream.fileno())
+    os.close(handle)
+
+
+class _Recorder(ErrorHandler):
+    """torch's error file, with the time in nanoseconds: the ranks that a failure takes along fail in the same second.
+
+    An error that is meant for the user is one line there, any other the traceback.
+    """
+
+    def record_exception(self, e: BaseException) -> None:
+        said = f"{type(e).__name__}: {e}"
+        info = {
+            "py_callstack": said if isinstance(e, ForerunError) else traceback.format_exc(),
+            "timestamp": str(int(time.time())),
+            "time_ns": time.time_ns(),
+        }
+        Path(os.environ[_ERROR_FILE]).write_text(json.dumps({"message": {"message": said, "extraInfo": info}}))

@@ -1,0 +1,186 @@
+"""`forerun sft` on two ranks: what one process trains, whoever starts them; refusals; reports of ranks that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import forerun
+from forerun.config import SFTConfig
+from forerun.config_file import load_config
+from forerun.errors import UsageError
+from forerun.launch.command import run as run_command
+from forerun.models.carrier import named_weights
+from forerun.trainers.sft import SFTTrainer
+from tests.trainers.test_sft import write_examples
+from tests.trainers.tiny import make_model, make_tokenizer
+
+# Seconds; a run takes some ten of them.
+LIMIT = 120
+ROOT = Path(__file__).parents[2]
+TWO = ["launch=torchrun", "distributed={nproc_per_node: 2, timeout_s: 600, shutdown_timeout_s: 5}"]
+OUTER = ["--standalone", "--nproc-per-node=2"]
+# Started by Python itself, in rank 1 alone.
+FAILING = """
+import os
+if os.environ.get("RANK") == "1":
+    import signal
+    from forerun.trainers.sft import SFTTrainer
+    step = SFTTrainer.step
+    def failing(trainer):
+        if trainer.engine.global_step == 1:
+            print("about to end", flush=True)
+            if os.environ["FAILURE"] == "raise":
+                raise RuntimeError("the data of rank 1 is gone")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(trainer)
+    SFTTrainer.step = failing
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint, examples, the configuration of a run, and `alone/`: that run in one process."""
+    path = tmp_path_factory.mktemp("launch")
+    make_model().save_pretrained(path / "checkpoint")
+    make_tokenizer().save_pretrained(path / "checkpoint")
+    train = write_examples(path / "train.jsonl", 30, seed=1)
+    val = write_examples(path / "val.jsonl", 9, seed=2)
+    (path / "run.yaml").write_text(
+        f"model: {{path: {path / 'checkpoint'}}}\n"
+        f"data: {{train_files: [{train}], val_files: [{val}], max_length: 24}}\n"
+        "mtp: {enable: true, enable_train: true, detach_encoder: true, num_layers: 2}\n"
+        "optim: {lr: 1e-2}\n"
+        "trainer: {total_steps: 4, save_freq: 2, test_freq: 2, logger: [jsonl]}\n"
+        "train_batch_size: 5\n"  # an odd number of micro-batches: two ranks do not share them evenly
+    )
+    run_alone(path, "alone")
+    return path
+
+
+def run_alone(place: Path, name: str, *settings: str) -> None:
+    config = load_config(SFTConfig, place / "run.yaml", [f"trainer.output_dir={place / name}", *settings])
+    SFTTrainer(config).train()
+
+
+def run(
+    place: Path, name: str, *settings: str, torchrun: Sequence[str] = (), environment: dict[str, str] | None = None
+) -> tuple[int, str]:
+    """`forerun sft` into the directory `name`, under torchrun if its arguments are given: (exit code, output)."""
+    outer = ["-m", "torch.distributed.run", *torchrun, "-m", "forerun.cli"] if torchrun else ["-m", "forerun.cli"]
+    process = subprocess.Popen(
+        [sys.executable, *outer, "sft", str(place / "run.yaml"), f"trainer.output_dir={place / name}", *settings],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT)
+    finally:
+        process.terminate()  # if it hangs: the agent ends its ranks
+    return process.returncode, output
+
+
+def metrics(place: Path, name: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]
+    measured = ("time/step", "tokens_per_second")
+    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
+
+
+def assert_same_as_alone(place: Path, name: str) -> None:
+    """To float32 rounding."""
+    found, expected = metrics(place, name), metrics(place, "alone")
+    assert [line["step"] for line in found] == [line["step"] for line in expected] == [0, 1, 2, 3, 4]
+    for line, other in zip(found, expected, strict=True):
+        assert line == pytest.approx(other, rel=1e-4, abs=1e-6)
+    trained, alone = (dict(named_weights(forerun.load(place / run / "model"))) for run in (name, "alone"))
+    assert trained.keys() == alone.keys()
+    for key in alone:
+        assert_close(key, trained[key], alone[key])
+
+
+def assert_close(name: str, found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5, msg=lambda message: f"{name}: {message}")
+
+
+def test_two_ranks_train_what_one_process_does(place: Path) -> None:
+    """The fitted start of the head, held-out figures and checkpoints included; and rank 0 alone speaks."""
+    code, output = run(place, "two", *TWO)
+    assert code == 0, output
+    assert_same_as_alone(place, "two")
+    assert output.count("sft: 4 steps to do") == 1 and output.count("carries no MTP block") == 1
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(place: Path) -> None:
+    """One process to step 2, then two ranks under an outer torchrun; two such ranks to step 2, then one process."""
+    run_alone(place, "grown", "trainer.total_steps=2")
+    code, output = run(place, "grown", "engine.fsdp_size=1", torchrun=OUTER)
+    assert code == 0, output
+    assert_same_as_alone(place, "grown")
+    code, output = run(place, "shrunk", "trainer.total_steps=2", "engine.reshard_after_forward=false", torchrun=OUTER)
+    assert code == 0, output
+    run_alone(place, "shrunk")
+    assert_same_as_alone(place, "shrunk")
+
+
+@pytest.mark.parametrize("failure", ["raise", "kill"])
+def test_a_rank_that_fails_is_named_and_ends_the_run(place: Path, tmp_path: Path, failure: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FAILING)
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "FAILURE": failure}
+    code, output = run(place, failure, "data.val_files=[]", *TWO, environment=environment)
+    assert code == 1, output  # and long before distributed.timeout_s, or `run` had given up
+    report = output.splitlines()[-1]
+    assert report.startswith("forerun: error: rank 1 (local rank 1, process ") and os.uname().nodename in report
+    if failure == "raise":
+        assert report.endswith("failed with exit code 1: RuntimeError: the data of rank 1 is gone")
+        assert '[rank 1]     raise RuntimeError("the data of rank 1 is gone")' in output
+    else:
+        assert "was killed by SIGKILL" in report and "[rank 1] about to end" in output
+    assert output.count("forerun: error:") == 1
+
+
+def test_what_no_rank_can_use_is_one_line_with_its_exit_code(place: Path) -> None:
+    """Found by the ranks, who all say it."""
+    code, output = run(place, "unreadable", "data.train_files=[/nowhere.jsonl]", *TWO)
+    assert code == 2 and output.count("/nowhere.jsonl") == 1, output
+    assert output.startswith("forerun: error: rank ") and len(output.splitlines()) == 1, output
+
+
+REFUSED = [
+    (["distributed.nnodes=2"], "distributed.nnodes=2 with distributed.rdzv_endpoint=null"),
+    (["engine.fsdp_size=2"], "engine.fsdp_size=2 is for ranks that share the model"),
+    (["engine.reshard_after_forward=false"], "engine.reshard_after_forward=false is for ranks that share the model"),
+    ([*TWO, "engine.fsdp_size=3"], "engine.fsdp_size=3 must divide the number of ranks, 2"),
+    ([*TWO, "engine.device=cpu:0"], "engine.device=cpu:0 would put every rank there"),
+    ([*TWO, "freeze_trunk=true", "cache_hiddens=true"], "cache_hiddens=true is for one process"),
+    (["engine.autocast=bfloat16", "engine.param_dtype=bfloat16"], "engine.autocast and engine.param_dtype both set"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_settings_that_contradict_are_refused_before_anything_starts(
+    place: Path, settings: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UsageError) as refused:
+        run_command("sft", place / "run.yaml", [f"trainer.output_dir={place / 'refused'}", *settings])
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+    assert not (place / "refused").exists()
+
+
+def test_rl_is_refused_on_ranks(place: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rl.yaml"
+    path.write_text(f"model: {{path: {place / 'checkpoint'}}}\ndata: {{train_files: [{place / 'train.jsonl'}]}}\n")
+    with pytest.raises(UsageError, match="forerun rl trains in one process"):
+        run_command("rl", path, TWO)
