@@ -291,6 +291,25 @@ def plan(
     return work
 
 
+@app.command()
+def report(
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN_DIR ...", help="What runs wrote: their trainer.output_dir.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+) -> Work:
+    """Show a run, or several beside each other, on one HTML page: curves, sample completions, alarms, settings."""
+
+    def work() -> int:
+        from forerun.report.page import write_report
+
+        print(write_report(run_dirs, out))
+        return 0
+
+    return work
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0, 1 (failed), 2 (unusable input) or 130 (interrupted)."""
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from forerun.config import RLConfig
+from forerun.report.metric_names import describe
 from forerun.rollout.native.engine import NativeEngine
 from forerun.trainers.alarms import AlarmError
 from forerun.trainers.experience import token_pieces
@@ -100,3 +101,10 @@ def test_an_alarm_that_stops_the_run_is_written(tmp_path: Path) -> None:
         mistaken(settings(tmp_path, *DRAFT, "trainer.on_alarm=stop")).train()
     (alarm,) = lines(tmp_path / "run" / "alarms.jsonl")
     assert alarm["name"] == "drafter_digest_mismatch" and alarm["step"] == 0
+
+
+def test_every_metric_that_a_run_logs_is_documented(tmp_path: Path) -> None:
+    speculative(settings(tmp_path, *DRAFT)).train()
+    logged = {name for row in lines(tmp_path / "run" / "metrics.jsonl") for name in row} - {"step"}
+    assert "acceptance_length" in logged and "log_prob_gap_mean" in logged
+    assert not [name for name in sorted(logged) if describe(name) is None]
