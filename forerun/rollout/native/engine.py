@@ -63,7 +63,7 @@ class NativeEngine:
         if max_model_len is not None and not 1 < max_model_len <= context:
             raise UsageError(f"max_model_len={max_model_len} must lie between 2 and the model's context of {context}")
         self.runner = runner
-        self.dtype = runner.dtype
+        self.dtype: torch.dtype | None = runner.dtype
         self.tokenizer = tokenizer
         self.num_speculative_tokens = num_speculative_tokens
         self.depth_control = depth_control
