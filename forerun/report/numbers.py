@@ -15,7 +15,7 @@ def shown(value: float | None) -> str:
         return "0"
     if abs(value) >= 1e7 or abs(value) < 1e-3:
         return f"{value:.3g}"
-    if value == round(value) or abs(value) >= 1e4:
+    if value == round(value) or abs(value) >= 1e3:
         return f"{value:,.0f}"
     return f"{value:.4g}"
 

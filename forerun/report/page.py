@@ -14,7 +14,7 @@ from xml.etree.ElementTree import Element
 from forerun import __version__
 from forerun.errors import UsageError
 from forerun.report.atomic import write_text
-from forerun.report.charts import Series, chart
+from forerun.report.charts import DASHES, Series, chart
 from forerun.report.elements import append, document, tag
 from forerun.report.metric_names import describe
 from forerun.report.numbers import shown
@@ -61,10 +61,10 @@ def render(runs: Sequence[RunFiles]) -> str:
     names = ", ".join(run.name for run in runs)
     main = tag("main", id="main")
     contents: list[tuple[str, str]] = []
-    for heading, body in _sections(runs):
+    for heading, parts in _sections(runs):
         place = heading.lower().replace(" ", "-")
         contents.append((place, heading))
-        main.append(tag("section", tag("h2", heading, id=place), *body, aria_labelledby=place))
+        main.append(tag("section", tag("h2", heading, id=place), *parts, aria_labelledby=place))
     links = (tag("li", tag("a", heading, href=f"#{place}")) for place, heading in contents)
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     body = tag(
@@ -116,7 +116,10 @@ def _sections(runs: Sequence[RunFiles]) -> Iterator[tuple[str, list[Element]]]:
         for panel in panels:
             if names := panel.names(logged - claimed):
                 claimed |= set(names)
-                charts.append(_panel(panel.title, names, runs))
+                if len(runs) > 1 and len(names) > DASHES:  # more than there are kinds of line
+                    charts += [_panel(name, [name], runs) for name in names]
+                else:
+                    charts.append(_panel(panel.title, names, runs))
         if charts:
             yield heading, [tag("div", *charts, class_="charts")]
     rest = sorted(logged - claimed)
@@ -124,7 +127,13 @@ def _sections(runs: Sequence[RunFiles]) -> Iterator[tuple[str, list[Element]]]:
         charts = [_panel(name, [name], runs) for name in rest]
         yield (
             "Other metrics",
-            [tag("details", tag("summary", f"{len(charts)} more charts"), tag("div", *charts, class_="charts"))],
+            [
+                tag(
+                    "details",
+                    tag("summary", f"{len(charts)} more {'chart' if len(charts) == 1 else 'charts'}"),
+                    tag("div", *charts, class_="charts"),
+                )
+            ],
         )
     if any(run.samples for run in runs):
         yield "Sample completions", [part for run in runs for part in sample_section(run, headed=len(runs) > 1)]
@@ -199,7 +208,15 @@ def _values(names: Sequence[str], runs: Sequence[RunFiles]) -> Element:
         better = known.better if known is not None else None
         cells = [cell for run in runs for cell in _last_and_best(run.metrics.get(name, []), better)]
         unit, meaning = (known.unit, known.meaning) if known is not None else ("", "")
-        rows.append(tag("tr", tag("th", name, scope="row"), *cells, tag("td", unit, class_="unit"), tag("td", meaning)))
+        rows.append(
+            tag(
+                "tr",
+                tag("th", name, scope="row"),
+                *cells,
+                tag("td", unit, class_="unit"),
+                tag("td", meaning, class_="meaning"),
+            )
+        )
     return _table(head, rows, "Last and best values")
 
 

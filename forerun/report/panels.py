@@ -32,9 +32,8 @@ SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
         "Acceptance",
         (
-            Panel(
-                "Acceptance length", ("acceptance_length", r"[^/]+/acceptance_length", r"[^/]+/mtp/acceptance_length")
-            ),
+            Panel("Acceptance length", ("acceptance_length", "mtp/acceptance_length", r"val/acceptance_length")),
+            Panel("Held-out acceptance length", (r"[^/]+/mtp/acceptance_length",)),
             Panel("Acceptance by depth", (r"acceptance/depth_\d+",)),
             Panel("Agreement with the trunk by depth", (r"mtp/depth_\d+/trunk_top1",)),
             Panel("Expected acceptance by depth", (r"mtp/depth_\d+/expected_acceptance",)),
