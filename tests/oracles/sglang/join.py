@@ -1,4 +1,5 @@
-"""Rank 1 of an SGLang weight-update group: `python join.py PORT GROUP FOLDER`. Receives what FOLDER/shapes.json says."""
+"""Rank 1 of an SGLang weight-update group: `python join.py PORT GROUP FOLDER`. Receives what FOLDER/shapes.json
+says."""
 
 from __future__ import annotations
 

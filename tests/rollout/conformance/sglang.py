@@ -19,7 +19,6 @@ LACKS = {
     "repetition_penalty": "SGLang's leaves the prompt out",
     "min_tokens": "SGLang holds stop tokens back for whole steps while it drafts",
     "min_p": "SGLang passes over it while it drafts",
-    "top_p": "its log-probs can only be renormalised with a top_k beside it",
 }
 
 
