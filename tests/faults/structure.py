@@ -142,7 +142,7 @@ _BLOCK = [
         "draft-chains-from-the-trunk",
         "The second draft starts from the trunk's last hidden again, not from the block's own.",
         "forerun.speculative.drafter",
-        "                for_head, for_next = self.block.step(\n",
+        "                for_head, hidden_states = self.block.step(\n",
         "                for_head, _ = self.block.step(\n",
         (CACHED + "[1-llama-1-False]",),
     ),
