@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from forerun.config import check, type_name
+from forerun.config_check import check, type_name
 from forerun.errors import UsageError, one_line
 from forerun.report.atomic import write_text
 

@@ -18,6 +18,8 @@ LAYERS: list[set[str]] = [
     {"speculative"},
     {"report", "algorithms", "data", "rewards"},
     {"rollout", "engines"},
+    {"config_check"},
+    {"config_algorithm"},
     {"config"},
     {"config_file"},
     {"trainers", "planner"},

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from forerun.algorithms.advantages import advantages
 from forerun.algorithms.filtering import informative_groups
-from forerun.config import AlgorithmConfig, OverlongBufferConfig
+from forerun.config import OverlongBufferConfig
+from forerun.config_algorithm import AlgorithmConfig
 from forerun.data.batch import Batch
 from forerun.data.chat import response_document
 from forerun.data.detokenize import Detokenizer

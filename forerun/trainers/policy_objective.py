@@ -12,7 +12,7 @@ from forerun.algorithms.kl import kl_estimate
 from forerun.algorithms.policy_loss import PolicyStats, gspo_log_ratio, policy_loss
 from forerun.algorithms.rejection import rejection_mask
 from forerun.algorithms.sequences import sequence_lengths
-from forerun.config import AlgorithmConfig
+from forerun.config_algorithm import AlgorithmConfig
 from forerun.data.batch import Batch
 from forerun.engines.protocol import predicted_mask
 

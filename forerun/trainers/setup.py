@@ -20,8 +20,8 @@ from forerun.config import (
     RLConfig,
     SFTConfig,
     TrainerConfig,
-    check,
 )
+from forerun.config_check import check
 from forerun.config_file import save_config
 from forerun.engines.data_parallel import ShardingConfig
 from forerun.engines.optimizer import OptimizerConfig

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from forerun.config import ModelConfig, OptimConfig, RLConfig, SFTConfig, check
+from forerun.config import ModelConfig, OptimConfig, RLConfig, SFTConfig
+from forerun.config_check import check
 from forerun.config_file import load_config, save_config
 from forerun.errors import UsageError
 from forerun.mtp.config import MTPConfig

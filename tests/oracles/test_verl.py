@@ -19,7 +19,7 @@ from forerun.algorithms.kl import KLLossType, kl_estimate
 from forerun.algorithms.policy_loss import gspo_log_ratio, policy_loss
 from forerun.algorithms.rejection import Criterion, rejection_mask
 from forerun.algorithms.sequences import sequence_lengths
-from forerun.config import RolloutCorrectionConfig
+from forerun.config_algorithm import RolloutCorrectionConfig
 from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier
 from forerun.rewards.overlong import overlong_penalty

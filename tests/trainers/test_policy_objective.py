@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.algorithms.aggregation import LossAggMode
-from forerun.config import AlgorithmConfig, RolloutCorrectionConfig
+from forerun.config_algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from forerun.data.batch import Batch
 from forerun.data.chat import response_document
 from forerun.data.packing import pack
