@@ -86,9 +86,11 @@ class Alarms:
                 "digests, train the head first (forerun sft), or set mtp.enable_rollout=false",
             )
 
-    def drafter_digest(self, step: int, trainer: str, rollout: str | None) -> bool:
-        """False if the rollout engine's drafter has other weights than the trainer's; None: it cannot know."""
-        if rollout is None or trainer == rollout:
+    def drafter_digest(self, step: int, trainer: str, rollout: str | None) -> bool | None:
+        """Whether the rollout engine's drafter has the trainer's weights; None where the engine cannot know."""
+        if rollout is None:
+            return None
+        if trainer == rollout:
             return True
         self._raise(
             "drafter_digest_mismatch",

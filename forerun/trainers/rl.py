@@ -191,7 +191,7 @@ class RLTrainer:
         return metrics
 
     def step(self, prompts: Sequence[Prompt]) -> Metrics:
-        """One turn: roll out, judge, train, sync. Returns the step's metrics (docs: None = cannot be known here)."""
+        """One turn: roll out, judge, train, sync. Returns the step's metrics, None for what cannot be known here."""
         if not self._in_sync:
             self.sync()
         times: dict[str, float] = {}
@@ -200,11 +200,11 @@ class RLTrainer:
             set_advantages(self.samples, self.config.algorithm)
             with _timed(times, "time/train"):
                 trained = self.update(self.samples)
+            self.rl_step += 1  # before the sync, which names the new weights after it
             with _timed(times, "time/sync"):
                 in_sync = self.sync()
-        self.rl_step += 1
         metrics: Metrics = {**rollout_figures(sampled), **sampling, **trained, **times}
-        metrics["drafter_in_sync"] = float(in_sync)
+        metrics["drafter_in_sync"] = None if in_sync is None else float(in_sync)
         new_tokens = sum(len(sample.completion.token_ids) for sample in sampled)
         all_tokens = new_tokens + sum(len(sample.completion.prompt_token_ids) for sample in sampled)
         metrics["rollout_tokens_per_second"] = new_tokens / times["time/rollout"]
@@ -328,8 +328,11 @@ class RLTrainer:
             logger.warning("step %d: reward %s, counted as 0: %s", self.rl_step + 1, event.event, event.detail)
         return samples
 
-    def sync(self) -> bool:
-        """Hand the trained weights, drafter included, to the rollout engine. True if its drafter is the trainer's."""
+    def sync(self) -> bool | None:
+        """Hand the trained weights, drafter included, to the rollout engine.
+
+        Returns whether its drafter is the trainer's; None where it cannot know.
+        """
         self.rollout.update_weights(self.engine.named_weights(), self.rl_step)
         self._in_sync = True
         if not self.drafts:

@@ -43,10 +43,10 @@ def test_a_speculative_step_reports_its_drafts(tmp_path: Path) -> None:
     # The log-probabilities are the target's, not the drafter's.
     assert metrics["log_prob_gap_max"] < 1e-4  # type: ignore[operator]
     assert metrics["drafter_in_sync"] == 1.0
-    assert made.rollout.weight_version == 0
-    made.step(PROMPTS)
-    assert {v for sample in made.samples for v in sample.completion.weight_versions} == {0}
     assert made.rollout.weight_version == 1
+    made.step(PROMPTS)
+    assert {v for sample in made.samples for v in sample.completion.weight_versions} == {1}
+    assert made.rollout.weight_version == 2
 
 
 def test_the_rollout_engine_has_the_trained_weights_after_a_step(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_drafter_that_was_not_synced_is_caught(
     assert isinstance(made.rollout, NativeEngine)
     made.rollout.__class__ = ForgetsDrafter
     if on_alarm == "stop":
-        with pytest.raises(AlarmError, match=r"drafter_digest_mismatch at step 0: .* does not cover the MTP tensors"):
+        with pytest.raises(AlarmError, match=r"drafter_digest_mismatch at step 1: .* does not cover the MTP tensors"):
             made.step(PROMPTS)
         return
     assert made.step(PROMPTS)["drafter_in_sync"] == 0.0
