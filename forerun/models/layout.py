@@ -56,15 +56,23 @@ def found_layout(
     )
 
 
+def split(name: str, tensor: Tensor, family: FamilyRecord) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of each part in which files hold stacked experts, as views; any other tensor as it is."""
+    pieces = family.piece_names(name, len(tensor)) if tensor.dim() == 3 else None
+    if pieces is None:
+        yield name, tensor
+        return
+    for expert, parts in zip(tensor, pieces, strict=True):
+        yield from zip(parts, expert.chunk(len(parts)), strict=True)
+
+
 def file_tensors(family: FamilyRecord, layout: Layout, stored: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) as the file holds them, of the block's tensors under their stacked names. Parts are views."""
     for name, tensor in stored.items():
-        pieces = family.piece_names(name, len(tensor)) if layout.split_experts else None
-        if pieces is None:
+        if layout.split_experts:
+            yield from split(name, tensor, family)
+        else:
             yield name, tensor
-            continue
-        for expert, parts in zip(tensor, pieces, strict=True):
-            yield from zip(parts, expert.chunk(len(parts)), strict=True)
 
 
 @torch.no_grad()

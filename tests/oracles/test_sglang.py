@@ -16,11 +16,12 @@ import torch
 from safetensors.torch import load_file
 
 from forerun.mtp.config import MTPConfig
+from forerun.rollout.loopback import free_port
 from forerun.rollout.protocol import SamplingParams
 from forerun.rollout.sglang.launch import LaunchSettings, launch_arguments
 from forerun.rollout.sglang.payload import encode
 from forerun.rollout.sglang.sampling import to_sglang
-from forerun.rollout.sglang.transport import free_port, join_group
+from forerun.rollout.sglang.transport import join_group
 from tests.oracles.exchange import HERE, run_script
 
 pytestmark = pytest.mark.oracle

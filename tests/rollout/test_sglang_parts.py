@@ -24,13 +24,13 @@ from forerun.rollout.sglang.launch import LaunchSettings, launch, launch_argumen
 from forerun.rollout.sglang.payload import encode
 from forerun.rollout.sglang.sampling import sampled_log_probs
 from forerun.rollout.sglang.server import ServerFacts, end_tokens
-from forerun.rollout.sglang.weights import buckets, of_checkpoint
+from forerun.rollout.sglang.weights import of_checkpoint
 from forerun.rollout.sync import digest
 from tests.rollout.sglang_server import read_bucket
 
 
 def facts(num_steps: int = 3, topk: int = 1) -> ServerFacts:
-    return ServerFacts("0.5.23", "m", 1, num_steps, topk, num_steps + 1, 96, True, True, False, True, None)
+    return ServerFacts("0.5.23", "m", 1, num_steps, topk, 96, True, True, False, True, None)
 
 
 # Launch
@@ -191,13 +191,6 @@ def test_a_bucket_names_nothing_that_could_do_harm() -> None:
 
 
 # Weights
-
-
-def test_buckets_keep_order_and_size() -> None:
-    named = [(str(i), torch.zeros(size)) for i, size in enumerate((2, 3, 1, 9, 1, 1))]  # 4 bytes each
-    parts = [[name for name, _ in bucket] for bucket in buckets(named, 20)]
-    assert parts == [["0", "1"], ["2"], ["3"], ["4", "5"]]
-    assert list(buckets([], 20)) == []
 
 
 def moe_checkpoint(path: Path) -> Path:

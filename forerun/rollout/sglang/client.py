@@ -10,8 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from forerun.errors import ForerunError, UsageError, one_line
-
-_LONGEST_MESSAGE = 500
+from forerun.rollout.loopback import reason_of
 
 
 class Refused(ForerunError):
@@ -74,20 +73,8 @@ class Client:
         finally:
             connection.close()
         if status >= 400:
-            raise Refused(f"SGLang refused {path} (HTTP {status}): {_message(text)}", status)
+            raise Refused(f"SGLang refused {path} (HTTP {status}): {reason_of(text)}", status)
         try:
             return json.loads(text) if text.strip() else None
         except ValueError:
             return text
-
-
-def _message(text: str) -> str:
-    """What an error answer says; versions word it as {"error": {"message": ...}}, {"message": ...} or plain text."""
-    try:
-        answer = json.loads(text)
-    except ValueError:
-        answer = text
-    for key in ("error", "message", "detail"):
-        if isinstance(answer, Mapping) and key in answer:
-            answer = answer[key]
-    return " ".join(str(answer).split())[:_LONGEST_MESSAGE] or "no reason given"

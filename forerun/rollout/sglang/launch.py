@@ -13,10 +13,9 @@ from pathlib import Path
 
 from forerun.errors import ForerunError, UsageError
 from forerun.mtp.config import MTPConfig
+from forerun.rollout.loopback import HOST, free_port
 from forerun.rollout.sglang.client import Client
-from forerun.rollout.sglang.transport import free_port
 
-_HOST = "127.0.0.1"
 _POLL_S = 0.5
 _STOP_S = 20.0
 # Would change what log-probs mean.
@@ -69,7 +68,7 @@ def launch_arguments(settings: LaunchSettings, mtp: MTPConfig | None, port: int)
         UsageError: drafting settings that SGLang would refuse, change on its own, or not draft with our block under.
     """
     arguments = ["-m", "sglang.launch_server", "--model-path", str(settings.model_dir)]
-    arguments += ["--host", _HOST, "--port", str(port), "--tp-size", str(settings.tensor_parallel_size)]
+    arguments += ["--host", HOST, "--port", str(port), "--tp-size", str(settings.tensor_parallel_size)]
     # Defaults for sampling must not come from the checkpoint's generation_config.json.
     arguments += ["--dtype", settings.dtype, "--sampling-defaults", "openai", "--random-seed", str(settings.seed)]
     for name, value in (
@@ -197,7 +196,7 @@ def launch(settings: LaunchSettings, mtp: MTPConfig | None) -> ServerProcess:
     if not settings.model_dir.is_dir():
         raise UsageError(f"{settings.model_dir} is not a directory: give the checkpoint that SGLang should serve")
     port = settings.port or free_port()
-    process = ServerProcess([settings.python, *launch_arguments(settings, mtp, port)], f"http://{_HOST}:{port}")
+    process = ServerProcess([settings.python, *launch_arguments(settings, mtp, port)], f"http://{HOST}:{port}")
     try:
         process.wait(settings.start_timeout_s)
     except BaseException:

@@ -40,7 +40,6 @@ class ServerFacts:
         tp_size: ranks, each of which wants its own copy of a bucket.
         num_steps: depth of drafting, 0 where the server does not draft.
         topk: draft tokens per depth; above 1 drafts form a tree.
-        num_draft_tokens: tokens that one verification looks at, the token before the drafts included.
         context_length: most tokens of prompt and completion, what the server keeps back for drafts taken off.
         deterministic: seeds are obeyed and rows do not depend on their batch (--enable-deterministic-inference).
         memory_saver: whether it can give memory back (--enable-memory-saver).
@@ -54,7 +53,6 @@ class ServerFacts:
     tp_size: int
     num_steps: int
     topk: int
-    num_draft_tokens: int
     context_length: int
     deterministic: bool
     memory_saver: bool
@@ -101,7 +99,6 @@ def read_facts(client: Client) -> ServerFacts:
         tp_size=int(info.get("tp_size", 1)),
         num_steps=num_steps,
         topk=topk,
-        num_draft_tokens=num_draft_tokens,
         context_length=int(model["max_model_len"]) - reserved,
         deterministic=bool(info.get("enable_deterministic_inference", False)),
         memory_saver=bool(info.get("enable_memory_saver", False)),
@@ -123,7 +120,9 @@ def end_tokens(model_dir: Path) -> frozenset[int]:
     if (model_dir / GENERATION).exists():
         sections.append(read_json_object(model_dir, GENERATION))
     if (model_dir / TOKENIZER).exists():
-        sections.append({"eos_token_id": AutoTokenizer.from_pretrained(model_dir).eos_token_id})
+        sections.append(
+            {"eos_token_id": AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False).eos_token_id}
+        )
     found: set[int] = set()
     for section in sections:
         value = section.get("eos_token_id")

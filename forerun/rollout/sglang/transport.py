@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ import torch.distributed
 from torch import Tensor
 
 from forerun.errors import ForerunError, one_line
+from forerun.rollout.loopback import HOST, free_port
 from forerun.rollout.sglang.client import Client
 from forerun.rollout.sglang.payload import encode
 from forerun.rollout.sync import Named
@@ -82,7 +82,7 @@ class Broadcast:
         self.name = f"forerun_weights_{time.time_ns()}"
         port = free_port()
         body = {
-            "master_address": "127.0.0.1",
+            "master_address": HOST,
             "master_port": port,
             "rank_offset": 1,
             "world_size": tp_size + 1,
@@ -179,17 +179,10 @@ def join_group(
     )
 
     timeout = timedelta(seconds=timeout_s)
-    store, rank, size = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=timeout))
+    store, rank, size = next(rendezvous(f"tcp://{HOST}:{port}", 0, world_size, timeout=timeout))
     store.set_timeout(timeout)
     group, _ = _new_process_group_helper(
         size, rank, [], Backend(backend), PrefixStore(name, store), group_name=GroupName(name), timeout=timeout
     )
     _world.pg_group_ranks[group] = {i: i for i in range(size)}
     return group
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens at right now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

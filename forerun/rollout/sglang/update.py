@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from forerun.errors import ForerunError
+from forerun.rollout.served import buckets
 from forerun.rollout.sglang.client import Client, Refused
 from forerun.rollout.sglang.transport import Transport
-from forerun.rollout.sglang.weights import buckets
 from forerun.rollout.sync import Named
 
 _NO_SUCH_CALL = 404

@@ -1,8 +1,8 @@
-"""What a server's weights are called and shaped, and an update cut to that: checked as a whole, then in buckets."""
+"""What a server's weights are called and shaped, and an update cut to that and checked as a whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.errors import UsageError
 from forerun.families import FamilyRecord, family_of, present_depth, text_section, trunk_layers
+from forerun.rollout.served import split_experts
 from forerun.rollout.sync import Named, check_complete, digest
 
 # Left out by a trainer whose model has none, and zeros in the files: an export to another layout added them.
@@ -45,7 +46,7 @@ class ServedWeights:
         Raises:
             ForerunError: a tensor is missing, unknown, sent twice, of another shape, or of no floating dtype.
         """
-        stored = [piece for name, tensor in given for piece in self._pieces(name, tensor)]
+        stored = list(split_experts(given, self.family, self.shapes))
         sent = {name for name, _ in stored}
         expected = {
             name: torch.empty(shape, device="meta")
@@ -62,18 +63,7 @@ class ServedWeights:
 
     def is_drafter(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor of an update is the drafter's, under the files' name or stacked."""
-        return all(piece in self.drafter for piece, _ in self._pieces(name, tensor))
-
-    def _pieces(self, name: str, tensor: Tensor) -> Iterator[Named]:
-        """Experts that a module holds stacked lie in the files one by one."""
-        pieces = None
-        if name not in self.shapes and tensor.dim() == 3:
-            pieces = self.family.piece_names(name, len(tensor))
-        if pieces is None:
-            yield name, tensor
-            return
-        for expert, names in zip(tensor, pieces, strict=True):
-            yield from zip(names, expert.chunk(len(names)), strict=True)
+        return all(piece in self.drafter for piece, _ in split_experts([(name, tensor)], self.family, self.shapes))
 
 
 def of_checkpoint(path: Path, dtype: torch.dtype | None) -> ServedWeights:
@@ -112,17 +102,3 @@ def of_checkpoint(path: Path, dtype: torch.dtype | None) -> ServedWeights:
     if not drafter:
         return served
     return replace(served, drafter_digest=served.digest_of((name, reader.tensor(name)) for name in drafter))
-
-
-def buckets(named_tensors: Sequence[Named], limit: int) -> Iterator[list[Named]]:
-    """Lists of tensors of at most `limit` bytes together; one that is larger goes alone."""
-    bucket: list[Named] = []
-    size = 0
-    for name, tensor in named_tensors:
-        if bucket and size + tensor.nbytes > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket

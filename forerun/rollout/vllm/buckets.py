@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from forerun.rollout.served import buckets
 from forerun.rollout.sync import Named
 
 _SHARED_MEMORY = "/dev/shm"
@@ -26,15 +27,7 @@ def write_buckets(tensors: Iterable[Named], directory: Path, bucket_bytes: int) 
 
     A file is removed when the next one is asked for, so there is never more than one.
     """
-    bucket: list[Named] = []
-    size = 0
-    for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > bucket_bytes:
-            yield from _written(bucket, directory)
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
+    for bucket in buckets(tensors, bucket_bytes):
         yield from _written(bucket, directory)
 
 

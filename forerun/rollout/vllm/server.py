@@ -11,7 +11,6 @@ import contextlib
 import json
 import queue
 import re
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import ForerunError, UsageError
+from forerun.rollout.loopback import HOST, free_port, reason_of
 from forerun.rollout.vllm.connection import Asked, Finished
 from forerun.rollout.vllm.process import VLLMProcess
 
@@ -54,12 +54,10 @@ def start_server(
         ForerunError: vLLM does not start; the line holds its own last error.
     """
     requests = _requests()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    line = ["--host", "127.0.0.1", "--port", str(port), "--enable-scale-out", *server_arguments(arguments)]
+    port = free_port()
+    line = ["--host", HOST, "--port", str(port), "--enable-scale-out", *server_arguments(arguments)]
     process = VLLMProcess(python, "forerun_server.py", line, dict(environment or {}) | {"VLLM_SERVER_DEV_MODE": "1"})
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _START_S
+    url, deadline = f"http://{HOST}:{port}", time.monotonic() + _START_S
     try:
         session = requests.Session()
         session.trust_env = False  # no proxy lies between
@@ -112,7 +110,7 @@ class ServerConnection:
                 f"no vLLM server answers at {self.base_url} ({type(error).__name__}): start one, or give its address"
             ) from None
         if not answer.ok:
-            raise _Answered(answer.status_code, _message(answer.text), path)
+            raise _Answered(answer.status_code, reason_of(answer.text), path)
         return answer
 
     def generate(self, requests: Sequence[Asked], on_finish: Callable[[Finished], None]) -> None:
@@ -215,15 +213,6 @@ class _Answered(ForerunError):
     def __init__(self, status: int, why: str, path: str) -> None:
         super().__init__(f"the vLLM server answered {path} with {status}: {why}")
         self.status, self.why = status, why
-
-
-def _message(text: str) -> str:
-    try:
-        answer = json.loads(text)
-        text = answer.get("error", answer).get("message", text)
-    except (ValueError, AttributeError):
-        pass
-    return " ".join(text.split())[:500] or "no reason given"
 
 
 def _requests() -> Any:

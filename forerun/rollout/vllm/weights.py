@@ -17,6 +17,7 @@ from torch import Tensor
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.errors import ForerunError, UsageError
 from forerun.families import family_of, present_depth, trunk_layers
+from forerun.rollout.served import split_experts
 from forerun.rollout.sync import Named, check_complete
 
 _DTYPES = {"F64", "F32", "F16", "BF16"}
@@ -71,7 +72,7 @@ class ServedWeights:
             name for name in self.shapes if name.endswith(".bias") and not bool(reader.tensor(name).any())
         }
 
-    def is_drafters(self, name: str) -> bool:
+    def is_drafter(self, name: str) -> bool:
         """Whether a weight belongs to the MTP block, by its name in the checkpoint or at the trainer."""
         return self.family.owns(name, self._depth, self._layers)
 
@@ -84,29 +85,18 @@ class ServedWeights:
         Raises:
             ForerunError: a weight is missing, unknown, sent twice, or of another shape; the message names it.
         """
-        pieces = [piece for name, tensor in given for piece in self._pieces(name, tensor)]
+        pieces = list(split_experts(given, self.family, self.shapes))
         sent = dict(pieces)
         biased = bool(self._zero_biases & sent.keys())
         lent = list(self._lent(pieces, sent))
         needed = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
-        drafters = [name for name in self.shapes if self.is_drafters(name)]
+        drafters = [name for name in self.shapes if self.is_drafter(name)]
         check_complete(needed, lent, drafters)
         return Plan(
-            [(name, tensor) for name, tensor in lent if not self.is_drafters(name)],
-            [(name, tensor) for name, tensor in lent if self.is_drafters(name)],
+            [(name, tensor) for name, tensor in lent if not self.is_drafter(name)],
+            [(name, tensor) for name, tensor in lent if self.is_drafter(name)],
             biased,
         )
-
-    def _pieces(self, name: str, tensor: Tensor) -> Iterator[Named]:
-        """A weight as the files hold it: itself, or each expert's parts, as views."""
-        parts = None
-        if name not in self.shapes and tensor.dim():
-            parts = self.family.piece_names(name, len(tensor))
-        if parts is None:
-            yield name, tensor
-            return
-        for expert, names in zip(tensor, parts, strict=True):
-            yield from zip(names, expert.chunk(len(names)), strict=True)
 
     def _lent(self, pieces: Iterable[Named], sent: dict[str, Tensor]) -> Iterator[Named]:
         """The pieces, with what the files hold besides: zeros beside their weight, copies at the end."""
@@ -128,7 +118,7 @@ class ServedWeights:
         stacked: dict[str, int] = {}  # name -> how many experts
         layout = []
         for name, shape in self.shapes.items():
-            if not self.is_drafters(name) or name in self._copies or (name in self._zero_biases and not biased):
+            if not self.is_drafter(name) or name in self._copies or (name in self._zero_biases and not biased):
                 continue
             if (expert := self._expert(name)) is not None:
                 stacked[expert[0]] = max(stacked.get(expert[0], 0), expert[1] + 1)
