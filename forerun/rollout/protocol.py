@@ -172,10 +172,11 @@ class RolloutEngine(Protocol):
         ...
 
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Replace trunk and drafter weights (Hugging Face names). All of them arrive or the old ones stay.
+        """Replace trunk and drafter weights (Hugging Face names). All of them arrive or the old ones stay. An engine
+        outside this process that fails on the way refuses to generate until an update has arrived whole.
 
         Raises:
-            ForerunError: a tensor missing, unknown or of another shape; the message names it.
+            ForerunError: a tensor missing, unknown or of another shape, which it names; or a failure on the way.
         """
         ...
 

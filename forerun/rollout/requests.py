@@ -8,15 +8,15 @@ from forerun.errors import UsageError
 from forerun.rollout.protocol import Request
 
 
-def check_prompts(requests: Sequence[Request], max_model_len: int, vocab_size: int) -> None:
-    """Refuse requests that cannot be told apart, and prompts that cannot be run.
+def check_requests(requests: Sequence[Request], max_model_len: int, vocab_size: int) -> None:
+    """Refuse requests that cannot be told apart, prompts that cannot be run, and tokens that the model does not have.
 
     Raises:
         UsageError: naming the request.
     """
     seen: set[str] = set()
     for request in requests:
-        name, prompt = request.request_id, request.prompt_token_ids
+        name, prompt, sampling = request.request_id, request.prompt_token_ids, request.sampling
         if name in seen:
             raise UsageError(f"two requests have the id {name!r}: ids must differ")
         seen.add(name)
@@ -29,3 +29,7 @@ def check_prompts(requests: Sequence[Request], max_model_len: int, vocab_size: i
             )
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             raise UsageError(f"request {name!r} holds token ids outside 0..{vocab_size - 1}")
+        if sampling.logit_bias and not (min(sampling.logit_bias) >= 0 and max(sampling.logit_bias) < vocab_size):
+            raise UsageError(f"request {name!r} has a logit_bias for token ids outside 0..{vocab_size - 1}")
+        if sampling.min_tokens and len({t for t in sampling.stop_token_ids if 0 <= t < vocab_size}) == vocab_size:
+            raise UsageError(f"request {name!r} has min_tokens={sampling.min_tokens}, and every token would stop it")

@@ -21,11 +21,12 @@ from forerun.rollout.native.fitting import fit_runner
 from forerun.rollout.native.memory import default_cache_bytes
 from forerun.rollout.native.model import ModelRunner
 from forerun.rollout.native.products import Choice
-from forerun.rollout.native.requests import check_memory, check_requests
+from forerun.rollout.native.requests import check_memory, check_stop_strings
 from forerun.rollout.native.run import Run
 from forerun.rollout.native.sequence import Running
 from forerun.rollout.native.stopping import StopStrings
 from forerun.rollout.protocol import Completion, NamedTensors, Request, SpeculationTotals
+from forerun.rollout.requests import check_requests
 from forerun.rollout.sync import check_complete, digest
 from forerun.speculative.depth_control import AdaptiveDepth, DepthControl, FixedDepth
 
@@ -169,7 +170,8 @@ class NativeEngine:
             raise ForerunError("the rollout engine sleeps: call wake() before generate()")
         if self._run is not None:
             raise ForerunError("the rollout engine is generating: give it all requests in one call, or wait")
-        check_requests(requests, self.max_model_len, self.runner.vocab_size, self.tokenizer is not None)
+        check_requests(requests, self.max_model_len, self.runner.vocab_size)
+        check_stop_strings(requests, self.tokenizer is not None)
         depth = self._depth(requests)
         limits = [min(len(r.prompt_token_ids) + r.sampling.max_tokens, self.max_model_len) for r in requests]
         overhead, max_tokens = self._cache_bounds()

@@ -31,7 +31,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def grown(
-    size: tuple[int, int], rows: int, needed: int, longest: int, max_rows: int, max_tokens: int, overhead: int = 0
+    size: tuple[int, int], rows: int, needed: int, longest: int, max_rows: int, max_tokens: int, overhead: int
 ) -> tuple[int, int]:
     """The size, (rows, positions per row), that a cache takes to hold `rows` rows of `needed` positions.
 

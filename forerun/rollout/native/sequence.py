@@ -35,7 +35,7 @@ class Running:
         index: its place among the requests.
         prompt: the prompt's tokens.
         limit: the length, prompt included, at which it ends.
-        seed: of its random numbers; None if it is greedy.
+        seed: of its random numbers, which a greedy one does not need.
         stop_strings: watches for the strings that end it, if it has any.
         prompt_key: equal for equal prompts.
         prefilled: tokens of the prompt that are in the cache.

@@ -20,8 +20,8 @@ from forerun.checkpoint.reader import CheckpointReader
 from forerun.errors import ForerunError, UsageError
 from forerun.families import text_section
 from forerun.mtp.config import MTPConfig
-from forerun.rollout.native.requests import check_requests
 from forerun.rollout.protocol import Completion, NamedTensors, Request, SpeculationTotals
+from forerun.rollout.requests import check_requests
 from forerun.rollout.sglang.client import Client, Refused
 from forerun.rollout.sglang.completion import add_to_totals
 from forerun.rollout.sglang.drafter_checksum import DrafterChecksums
@@ -174,7 +174,7 @@ class SGLangEngine:
             ForerunError: the engine sleeps, lacks a whole set of weights, or the server failed.
         """
         self._check_usable()
-        check_requests(requests, self.facts.context_length, self.vocab_size, has_tokenizer=True)
+        check_requests(requests, self.facts.context_length, self.vocab_size)
         for request in requests:
             if (reason := why_not(request.sampling, self.facts, self.ends)) is not None:
                 raise UsageError(f"request {request.request_id!r} asks for {reason}")

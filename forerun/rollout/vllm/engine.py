@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from forerun.errors import ForerunError, UsageError
 from forerun.families import text_section
 from forerun.rollout.protocol import Completion, NamedTensors, Request, SpeculationTotals
-from forerun.rollout.requests import check_prompts
+from forerun.rollout.requests import check_requests
 from forerun.rollout.vllm.buckets import shared_directory, write_buckets
 from forerun.rollout.vllm.completion import Judged, completion, judged
 from forerun.rollout.vllm.connection import Asked, Connection, Finished
@@ -134,7 +134,7 @@ class VLLMEngine:
         if self._asleep:
             raise ForerunError("the rollout engine sleeps: call wake() before generate()")
         self._refuse_mixed_weights()
-        check_prompts(requests, self.max_model_len, self._vocab_size)
+        check_requests(requests, self.max_model_len, self._vocab_size)
         for request in requests:
             check_sampling(request, speculative=self._depth > 0, has_tokenizer=self._has_tokenizer)
         if not requests:
@@ -225,14 +225,17 @@ class VLLMEngine:
         if not self._whole:
             raise ForerunError("vLLM holds half of a weight update: call update_weights again before generate")
 
-    def drafter_digest(self) -> str:
+    def drafter_digest(self) -> str | None:
         """`rollout.sync.digest` of what vLLM's drafter holds, in vLLM's dtype, under the trainer's names.
 
-        Biases that the served checkpoint has as zeros count only if the last update sent them.
+        None where vLLM does not draft. Biases that the served checkpoint has as zeros count only if the last update
+        sent them.
 
         Raises:
-            ForerunError: vLLM does not draft, or holds the weights in a form that cannot be read.
+            ForerunError: vLLM holds the weights in a form that cannot be read.
         """
+        if self._depth == 0:
+            return None
         return self._connection.worker("forerun_drafter_digest", self._served.drafter_layout(self._biased))
 
     def speculation_totals(self) -> SpeculationTotals:
