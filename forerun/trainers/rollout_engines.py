@@ -102,6 +102,7 @@ def _sglang(config: RLConfig, engine: TrainingEngine, tokenizer: PreTrainedToken
             max_num_seqs=rollout.max_num_seqs,
             max_model_len=rollout.max_prompt_length + rollout.max_response_length,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
+            deterministic=True,  # the trainer seeds every request, and SGLang heeds seeds only so
             seed=config.trainer.seed,
         )
         return SGLangEngine.launch(settings, config.mtp, bucket_bytes=bucket_bytes, seed=config.trainer.seed)
