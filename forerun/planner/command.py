@@ -163,7 +163,7 @@ def _as_json(plan: Plan, shape: ModelShape, acceptance: list[float], options: Pl
         "hardware": options.hardware or "measured here",
         "acceptance": acceptance,
         **asdict(plan),
-        "worth_it": plan.sentence().startswith("Enable"),
+        "worth_it": plan.worth_it,
         "sentence": plan.sentence(),
     }
 

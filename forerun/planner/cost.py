@@ -34,7 +34,7 @@ ROW = 10e-6
 JUDGED_ROW = 30e-6
 # Seconds of one all-reduce or all-to-all; a layer has two. What it moves is small at decode sizes.
 COLLECTIVE = 12e-6
-# Passes of a recurrent state are kept in float32 by the engines.
+# Engines keep recurrent states in float32.
 STATE_BYTES = 4
 
 
@@ -57,8 +57,6 @@ class Deployment:
         cache: precision of the key-value cache.
         expands_batch: verifies k drafts as k + 1 rows of their own, each reading the cache (vLLM V0's batch expansion).
         max_tokens: most tokens over all rows that the engine runs in one step; None is any number.
-        num_draft_tokens, eagle_topk: SGLang's trees: tokens verified per row, and branches of each drafting pass after
-            the first. None and 1 are a chain, which verifies depth + 1 tokens.
     """
 
     tensor_parallel: int = 1
@@ -66,20 +64,12 @@ class Deployment:
     cache: Precision = "bfloat16"
     expands_batch: bool = False
     max_tokens: int | None = None
-    num_draft_tokens: int | None = None
-    eagle_topk: int = 1
 
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1:
             raise UsageError(f"tensor_parallel={self.tensor_parallel} must be at least 1")
-        for name in ("max_tokens", "num_draft_tokens", "eagle_topk"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name}={value} must be at least 1")
-
-    def verified(self, depth: int) -> int:
-        """Tokens of a row that a step with so many drafting passes verifies."""
-        return (self.num_draft_tokens or depth + 1) if depth else 1
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise UsageError(f"max_tokens={self.max_tokens} must be at least 1")
 
 
 def distinct_experts(experts: int, per_token: int, tokens: float) -> float:
@@ -99,7 +89,7 @@ class Roofline:
 
     def seconds(self, rows: int, depth: int, context: float) -> float:
         """See `StepCost.seconds`. More tokens than the engine takes at once run in as many steps as it needs."""
-        limit, per_row = self.deployment.max_tokens, self.deployment.verified(depth)
+        limit, per_row = self.deployment.max_tokens, depth + 1
         if limit is not None and rows * per_row > limit:
             at_once = max(limit // per_row, 1)
             return self._step(at_once, depth, context) * rows / at_once
@@ -107,12 +97,10 @@ class Roofline:
 
     def _step(self, rows: int, depth: int, context: float) -> float:
         launch = self.deployment.launch
-        verify = self._forward(self.shape.layers, rows, self.deployment.verified(depth), context)
+        verify = self._forward(self.shape.layers, rows, depth + 1, context)
         seconds = verify + rows * ROW
         if depth:
-            drafter = (self.shape.drafter,)
-            seconds += self._forward(drafter, rows, 1, context)
-            seconds += (depth - 1) * self._forward(drafter, rows, self.deployment.eagle_topk, context)
+            seconds += depth * self._forward((self.shape.drafter,), rows, 1, context)
             seconds += JUDGE[launch] + rows * JUDGED_ROW
         return seconds
 

@@ -78,6 +78,11 @@ class Plan:
     best_depth: int
     tokens_per_step: list[float]
 
+    @property
+    def worth_it(self) -> bool:
+        """Whether to draft at all: the best depth at every moment gains at least what any fixed one does."""
+        return self.adaptive_speedup >= WORTH
+
     def sentence(self) -> str:
         """Whether to draft, and with which settings."""
         depth, gain = self.best_depth, self.run_speedups[self.best_depth]
@@ -89,7 +94,7 @@ class Plan:
                 f"Enable it: {depth} draft{'s' if depth > 1 else ''} per step should make this rollout {gain:.2f}x as "
                 f"fast (one draft pays {until}); {settings(depth)}."
             )
-        if self.adaptive_speedup >= WORTH:
+        if self.worth_it:
             deepest = max(batch.best_depth for batch in self.batches)
             return (
                 f"Enable it with depth control only, for {self.adaptive_speedup:.2f}x (no fixed depth is worth it, one "

@@ -56,7 +56,6 @@ class ModelShape:
         layers: the trunk's.
         drafter: the MTP layer with its projection; the LM head comes on top of it.
         head: weights of the LM head.
-        vocab_size: words.
         precision: of the layers' weights; the LM head stays in bfloat16 under fp8.
     """
 
@@ -64,7 +63,6 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
     drafter: LayerShape
     head: int
-    vocab_size: int
     precision: Precision = field(default="bfloat16")
 
     @property
@@ -127,7 +125,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     precision: Precision = "fp8" if "fp8" in str(quantised.get("quant_method", "")) else "bfloat16"
     if precision != "fp8" and dtype == "float32":
         precision = "float32"
-    return ModelShape(name, layers, drafter, hidden * vocab, vocab, precision)
+    return ModelShape(name, layers, drafter, hidden * vocab, precision)
 
 
 def _layer(text: Mapping[str, Any], index: int, name: str) -> LayerShape:

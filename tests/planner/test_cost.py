@@ -19,7 +19,7 @@ EXPERTS = LayerShape(
     weights=500, experts=8, experts_per_token=2, expert_weights=400, cached=32, attention_flops=200, kernels=20
 )
 DELTA = LayerShape(weights=700, state=900, state_flops=5400, kernels=15)
-MODEL = ModelShape("test", (DENSE, EXPERTS, DELTA), replace(DENSE, weights=1500), head=5000, vocab_size=50)
+MODEL = ModelShape("test", (DENSE, EXPERTS, DELTA), replace(DENSE, weights=1500), head=5000)
 
 
 def test_distinct_experts_equals_enumeration() -> None:
@@ -86,7 +86,7 @@ def test_step_equals_its_parts(rows: int, depth: int, deployment: Deployment) ->
 
 
 def test_precision_decides_bytes_and_peak() -> None:
-    bare = ModelShape("bare", (LayerShape(weights=10**9),), LayerShape(weights=1), head=1, vocab_size=1)
+    bare = ModelShape("bare", (LayerShape(weights=10**9),), LayerShape(weights=1), head=1)
     at = {p: Roofline(replace(bare, precision=p), DEVICE).seconds(1, 0, 1) for p in ("float32", "bfloat16", "fp8")}
     once = 1e9 / (1e11 * cost.BANDWIDTH_SHARE)
     assert at["float32"] - at["bfloat16"] == pytest.approx(2 * once, rel=1e-4)
@@ -154,15 +154,7 @@ def test_an_engines_limit_runs_rows_one_group_after_the_other() -> None:
     assert Roofline(MODEL, DEVICE, Deployment(max_tokens=1)).seconds(3, 2, 100) == pytest.approx(3 * free(1, 2, 100))
 
 
-def test_trees_verify_and_draft_more_than_chains() -> None:
-    chain = Roofline(MODEL, DEVICE).seconds
-    tree = Roofline(MODEL, DEVICE, Deployment(num_draft_tokens=4, eagle_topk=2)).seconds
-    assert tree(200, 0, 100) == chain(200, 0, 100)
-    assert tree(200, 2, 100) > chain(200, 2, 100)
-    assert Roofline(MODEL, DEVICE, Deployment(num_draft_tokens=4)).seconds(200, 3, 100) == chain(200, 3, 100)
-
-
-@pytest.mark.parametrize("settings", [{"tensor_parallel": 0}, {"max_tokens": 0}, {"eagle_topk": 0}])
+@pytest.mark.parametrize("settings", [{"tensor_parallel": 0}, {"max_tokens": 0}])
 def test_impossible_deployments_are_named(settings: dict[str, int]) -> None:
     with pytest.raises(UsageError, match=next(iter(settings))):
         Deployment(**settings)  # type: ignore[arg-type]
