@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -257,29 +255,6 @@ def test_an_abort_that_was_lost_is_sent_again(checkpoint: Path) -> None:
         ended = engine.generate(asked, on_finish=finish)
     assert not server.faults["/abort_request"]
     assert "abort" in {c.finish_reason for c in ended}
-
-
-def test_many_requests_with_random_aborts_lose_nothing(checkpoint: Path) -> None:
-    chance = random.Random(0)
-    asked = [
-        Request(f"r{i}", prompt, SamplingParams(chance.randint(1, 24), temperature=0))
-        for i, prompt in enumerate(tiny.prompts(200))
-    ]
-    seen: list[str] = []
-
-    def finish(completion: Completion) -> None:
-        seen.append(completion.request_id)
-        if chance.random() < 0.3:
-            engine.abort([f"r{chance.randrange(200)}"])
-
-    with served(checkpoint, engine={"max_connections": 20}) as (_, engine):
-        ended = engine.generate(asked, on_finish=finish)
-    assert sorted(seen) == sorted(r.request_id for r in asked) == sorted(c.request_id for c in ended)
-    whole = native().generate(asked)
-    assert {"abort", "length"} == {c.finish_reason for c in ended}
-    for c, w in zip(ended, whole, strict=True):
-        kept = w.token_ids[: len(c.token_ids)] if c.finish_reason == "abort" else w.token_ids
-        assert c.token_ids == kept
 
 
 @pytest.mark.parametrize(("fault", "message"), [("500", "HTTP 500"), ("drop", "did not answer /generate")])
@@ -543,14 +518,3 @@ def test_weights_that_the_server_keeps_need_not_be_sent(checkpoint: Path) -> Non
         engine.sleep()
         engine.wake()
         assert_same(engine.generate(asked), before)
-
-
-def test_a_thread_may_abort(checkpoint: Path) -> None:
-    asked = [Request("long", [1], SamplingParams(80, temperature=0)), Request("short", [2], SamplingParams(80))]
-    with served(checkpoint) as (_, engine):
-        timer = threading.Timer(0.02, lambda: engine.abort(["long"]))
-        timer.start()
-        ended = engine.generate(asked)
-        timer.join()
-    assert ended[1].finish_reason == "length"
-    assert ended[0].finish_reason in ("abort", "length")
