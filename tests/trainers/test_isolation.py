@@ -390,6 +390,7 @@ SOURCE = Path(forerun.__file__).parent
 # These hold no gradient, or need the demo's model: there they hand on what a path above runs.
 NOT_RUN = {
     ("demo/head.py", "train_head.<locals>.initialise"): "closed_form_start runs fit_new_head",
+    ("planner/acceptance.py", "measure_acceptance"): "measures, under no_grad",
 }
 
 
