@@ -226,6 +226,22 @@ def test_a_child_ends_with_a_trainer_that_is_killed(vllm_env: Path, script: str)
     wait_for_end(child)
 
 
+def test_what_a_callback_does_leaves_the_engine_usable(engine: VLLMEngine) -> None:
+    """Not even an error of our own kind, or a call that has to wait, may leave answers on the line."""
+    requests = asked(SamplingParams(temperature=0, max_tokens=6))
+    whole = [completion.token_ids for completion in engine.generate(requests)]
+
+    def fail(_: Completion) -> None:
+        raise ForerunError("the caller gives up")
+
+    with pytest.raises(ForerunError, match="the caller gives up"):
+        engine.generate(requests, on_finish=fail)
+    for call in (engine.sleep, engine.drafter_digest, engine.speculation_totals):
+        with pytest.raises(ForerunError, match="vLLM is generating"):
+            engine.generate(requests, on_finish=lambda _, call=call: call() and None)  # type: ignore[misc]
+    assert [completion.token_ids for completion in engine.generate(requests)] == whole
+
+
 def test_the_end_of_vllm_is_an_error_and_close_leaves_nothing(engine: VLLMEngine) -> None:
     """Last: it ends the engine."""
     child = engine._connection.process.pid  # type: ignore[attr-defined]

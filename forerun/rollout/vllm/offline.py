@@ -14,6 +14,10 @@ from forerun.rollout.vllm.connection import Asked, Finished
 from forerun.rollout.vllm.process import VLLMProcess
 
 
+class _Ended(ForerunError):
+    """The call has no further answers: vLLM reported an error, or is gone."""
+
+
 class OfflineConnection:
     """Start vLLM in a child process and wait until it is ready.
 
@@ -41,6 +45,7 @@ class OfflineConnection:
                 raise
         self._lines = self._socket.makefile("r", encoding="utf-8")
         self._sending = threading.Lock()
+        self._generating = False
         try:
             self._send({"engine": dict(arguments)})
             self._receive()
@@ -69,32 +74,35 @@ class OfflineConnection:
             raise self._gone()
         answer = json.loads(line)
         if "error" in answer:
-            raise ForerunError(f"vLLM: {answer['error']}")
+            raise _Ended(f"vLLM: {answer['error']}")
         return answer
 
-    def _gone(self) -> ForerunError:
+    def _gone(self) -> _Ended:
         self.process.wait()
-        return ForerunError(f"the vLLM process has ended: {self.process.last_error()}")
+        return _Ended(f"the vLLM process has ended: {self.process.last_error()}")
 
     def _call(self, name: str, *arguments: Any) -> Any:
+        if self._generating:
+            raise ForerunError(f"vLLM is generating: {name} has to wait until generate has returned")
         self._send({"call": name, "arguments": arguments})
         return self._receive()["value"]
 
     def generate(self, requests: Sequence[Asked], on_finish: Callable[[Finished], None]) -> None:
-        self._send({"call": "generate", "arguments": [requests]})
-        answer = self._receive()
-        while "finished" in answer:
-            try:
+        self._generating = True
+        try:
+            self._send({"call": "generate", "arguments": [requests]})
+            while "finished" in (answer := self._receive()):
                 on_finish(answer["finished"])
-                answer = self._receive()
-            except ForerunError:
-                raise
-            except BaseException:
-                # The caller failed, or was interrupted: nothing of this run may be left on the line.
-                self.abort(request["id"] for request in requests)
-                while "finished" in self._receive():
-                    pass
-                raise
+        except _Ended:
+            raise
+        except BaseException:
+            # The caller failed, or was interrupted: nothing of this run may be left on the line.
+            self.abort(request["id"] for request in requests)
+            while "finished" in self._receive():
+                pass
+            raise
+        finally:
+            self._generating = False
         if "refused" in answer:
             raise UsageError(answer["refused"])
 
