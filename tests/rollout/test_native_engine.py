@@ -380,3 +380,27 @@ def test_a_restricted_drafters_head_follows_the_update_with_its_bias(tied: bool)
     engine.update_weights(named_weights(carrier), 1)
     assert torch.equal(engine.runner.draft_head.weight, head.weight[words])
     assert torch.equal(engine.runner.draft_head.bias, head.bias[words])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 1e-39}, {"logit_bias": {3: 1e39}}, {"repetition_penalty": 1e-40}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_that_leave_no_distribution_are_an_error(settings: dict[str, object]) -> None:
+    engine = engine_of(tiny.carrier(dtype=torch.float32), num_speculative_tokens=2)
+    with pytest.raises(ForerunError, match="'r0': its temperature, penalty or biases leave no distribution"):
+        engine.generate(tiny.requests([[1, 2, 3]], max_tokens=4, **settings))
+    assert len(engine.generate(tiny.requests([[1, 2, 3]], max_tokens=4))[0].token_ids) == 4
+
+
+@pytest.mark.parametrize("settings", [{"stop": "abc"}, {"seed": 2**70}, {"seed": 1.5}, {"seed": True}])
+def test_a_setting_of_another_type_is_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        SamplingParams(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("settings", [{"acceptance": "typical"}, {"depth_control": "Auto"}])
+def test_an_unknown_rule_or_control_is_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=next(iter(settings))):
+        engine_of(tiny.carrier(), **settings)

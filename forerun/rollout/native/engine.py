@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -60,6 +60,10 @@ class NativeEngine:
             raise UsageError(
                 f"max_num_seqs={max_num_seqs}, prefill_chunk_size={prefill_chunk_size}: both must be above 0"
             )
+        if acceptance not in get_args(AcceptanceRule):
+            raise UsageError(f"acceptance={acceptance!r} must be one of {', '.join(get_args(AcceptanceRule))}")
+        if isinstance(depth_control, str) and depth_control != "auto":
+            raise UsageError(f"depth_control={depth_control!r} must be None, 'auto' or a DepthControl")
         context = int(runner.config.max_position_embeddings)
         if max_model_len is not None and not 1 < max_model_len <= context:
             raise UsageError(f"max_model_len={max_model_len} must lie between 2 and the model's context of {context}")

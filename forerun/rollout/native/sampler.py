@@ -112,7 +112,7 @@ class Sampler:
             uniforms: as from `uniforms(K)`; None if all rows are greedy.
 
         Raises:
-            ForerunError: the logits are not finite.
+            ForerunError: the logits are not finite, or what the sampling settings make of them is not.
         """
         norm = logits.logsumexp(-1)
         for row, finite in zip(self.rows, norm.isfinite().all(1).tolist(), strict=True):
@@ -153,4 +153,10 @@ class Sampler:
         else:
             assert probs is not None
             log_probs = probs.gather(-1, tokens[..., None]).squeeze(-1).log()
+            for row, broken in zip(self.rows, log_probs.isnan().any(1).tolist(), strict=True):
+                if broken:
+                    raise ForerunError(
+                        f"request {row.request.request_id!r}: its temperature, penalty or biases leave no distribution "
+                        f"to sample from in {str(probs.dtype).removeprefix('torch.')}: take less extreme ones"
+                    )
         return Judged(accepted.tolist(), tokens.tolist(), log_probs.tolist(), raw.tolist(), tokens)
