@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,8 @@ def run(options: PlanOptions) -> int:
         raise UsageError(
             "--calibrate measures the native engine as it runs here: leave out the options of a deployment"
         )
+    if not 0 <= options.temperature < math.inf:
+        raise UsageError(f"--temperature {options.temperature} must be a number of at least 0 (0 is greedy)")
     timeline = parse(options.batch, options.prompt_length, options.context)
     shape = load_shape(options.model)
     if options.weights is not None:
@@ -91,6 +94,9 @@ def run(options: PlanOptions) -> int:
         if acceptance is None:
             acceptance = _measure(options)
     depth = options.max_depth or (len(options.acceptance) if options.acceptance else _DEFAULT_DEPTH)
+    most = options.deployment.max_tokens
+    if most is not None and most <= depth:
+        raise UsageError(f"--max-step-tokens {most} leaves no room for {depth} drafts and a token: take {depth + 1}")
     plan = make_plan(cost, acceptance, timeline, depth)
     if options.as_json:
         print(json.dumps(_as_json(plan, shape, acceptance, options)))

@@ -121,6 +121,8 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         **{**sibling.__dict__, "weights": sibling.weights + 2 * hidden * hidden, "kernels": sibling.kernels + 4}
     )
     quantised = config.get("quantization_config") or text.get("quantization_config") or {}
+    if not isinstance(quantised, Mapping):
+        raise UsageError(f"{name}: quantization_config is {quantised!r} in its config.json and must be an object")
     dtype = str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16")
     precision: Precision = "fp8" if "fp8" in str(quantised.get("quant_method", "")) else "bfloat16"
     if precision != "fp8" and dtype == "float32":
@@ -129,10 +131,10 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _layer(text: Mapping[str, Any], index: int, name: str) -> LayerShape:
-    types = text.get("layer_types") or []
-    kind = types[index] if index < len(types) else _kind_by_interval(text, index)
+    types = _list(text, "layer_types", name)
+    kind = types[index] if index < len(types) else _kind_by_interval(text, index, name)
     parts = [_delta_net(text, name) if kind == "linear_attention" else _attention(text, kind, name)]
-    parts.append(_experts(text, name) if _has_experts(text, index) else _mlp(text, name))
+    parts.append(_experts(text, name) if _has_experts(text, index, name) else _mlp(text, name))
     merged: dict[str, Any] = {"kernels": _NORMS, "weights": 0}
     for part in parts:
         for key, value in part.items():
@@ -140,10 +142,9 @@ def _layer(text: Mapping[str, Any], index: int, name: str) -> LayerShape:
     return LayerShape(**merged)
 
 
-def _kind_by_interval(text: Mapping[str, Any], index: int) -> str:
-    interval = text.get("full_attention_interval")
-    linear = interval is not None and (index + 1) % int(interval) != 0
-    return "linear_attention" if linear else "full_attention"
+def _kind_by_interval(text: Mapping[str, Any], index: int, name: str) -> str:
+    interval = _size(text, "full_attention_interval", name, absent=1)
+    return "linear_attention" if (index + 1) % interval else "full_attention"
 
 
 def _attention(text: Mapping[str, Any], kind: str, name: str) -> dict[str, Any]:
@@ -151,18 +152,18 @@ def _attention(text: Mapping[str, Any], kind: str, name: str) -> dict[str, Any]:
     if text.get("kv_lora_rank"):
         rank, rope = _size(text, "kv_lora_rank", name), _size(text, "qk_rope_head_dim", name)
         nope, value = _size(text, "qk_nope_head_dim", name), _size(text, "v_head_dim", name)
-        q_rank = text.get("q_lora_rank")
+        q_rank = _size(text, "q_lora_rank", name, absent=0)
         query = heads * (nope + rope)
         weights = hidden * q_rank + q_rank * query if q_rank else hidden * query
         weights += hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
         # Every rank of tensor parallelism reads the whole latent cache.
         flops = 2 * heads * (rank + rope) + 2 * heads * rank
         return {"weights": weights, "cached": rank + rope, "attention_flops": flops, "kernels": _LATENT}
-    kv_heads = int(text.get("num_key_value_heads") or heads)
-    size = int(text.get("head_dim") or hidden // heads)
+    kv_heads = _size(text, "num_key_value_heads", name, absent=heads)
+    size = _size(text, "head_dim", name, absent=hidden // heads)
     gated = text.get("attn_output_gate", "linear_num_value_heads" in text)
     weights = hidden * size * (heads * (3 if gated else 2) + 2 * kv_heads)
-    window = text.get("sliding_window") if kind == "sliding_attention" else None
+    window = (_size(text, "sliding_window", name, absent=0) or None) if kind == "sliding_attention" else None
     return {
         "weights": weights,
         "cached": 2 * kv_heads * size,
@@ -190,26 +191,27 @@ def _mlp(text: Mapping[str, Any], name: str) -> dict[str, Any]:
     }
 
 
-def _number_of_experts(text: Mapping[str, Any]) -> int:
+def _number_of_experts(text: Mapping[str, Any], name: str) -> int:
     for key in ("n_routed_experts", "num_experts", "num_local_experts"):
-        if text.get(key):
-            return int(text[key])
+        if experts := _size(text, key, name, absent=0):
+            return experts
     return 0
 
 
-def _has_experts(text: Mapping[str, Any], index: int) -> bool:
-    if not _number_of_experts(text) or index < int(text.get("first_k_dense_replace") or 0):
+def _has_experts(text: Mapping[str, Any], index: int, name: str) -> bool:
+    if not _number_of_experts(text, name) or index < _size(text, "first_k_dense_replace", name, absent=0):
         return False
-    if index in (text.get("mlp_only_layers") or ()):
+    if index in _list(text, "mlp_only_layers", name):
         return False
-    return (index + 1) % int(text.get("decoder_sparse_step") or 1) == 0
+    return (index + 1) % _size(text, "decoder_sparse_step", name, absent=1) == 0
 
 
 def _experts(text: Mapping[str, Any], name: str) -> dict[str, Any]:
     hidden = _size(text, "hidden_size", name)
-    width = int(text.get("moe_intermediate_size") or 0) or _size(text, "intermediate_size", name)
-    shared = int(text.get("shared_expert_intermediate_size") or 0) or width * int(text.get("n_shared_experts") or 0)
-    experts = _number_of_experts(text)
+    width = _size(text, "moe_intermediate_size" if text.get("moe_intermediate_size") else "intermediate_size", name)
+    shared = _size(text, "shared_expert_intermediate_size", name, absent=0)
+    shared = shared or width * _size(text, "n_shared_experts", name, absent=0)
+    experts = _number_of_experts(text, name)
     return {
         "weights": hidden * experts + 3 * hidden * shared,
         "experts": experts,
@@ -219,8 +221,18 @@ def _experts(text: Mapping[str, Any], name: str) -> dict[str, Any]:
     }
 
 
-def _size(text: Mapping[str, Any], key: str, name: str) -> int:
+def _size(text: Mapping[str, Any], key: str, name: str, absent: int | None = None) -> int:
+    """A size; `absent` stands for one that is missing, null or 0, where it may be."""
     value = text.get(key)
+    if absent is not None and (value is None or (value == 0 and not isinstance(value, bool))):
+        return absent
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"{name}: {key} is {value!r} in its config.json and must be a positive integer")
+    return value
+
+
+def _list(text: Mapping[str, Any], key: str, name: str) -> list[Any]:
+    value = text.get(key) or []
+    if not isinstance(value, list):
+        raise UsageError(f"{name}: {key} is {value!r} in its config.json and must be a list")
     return value

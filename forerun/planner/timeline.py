@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from forerun.errors import UsageError
 
 _SPANS = 64
+_MOST_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,17 @@ def parse(text: str, prompt: int, context: float) -> list[Span]:
         context: tokens in a row's cache, where lengths are not known.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: it is none of these, or of more than 65,536 rows; or no such context.
     """
+    if prompt < 0 or not 0 <= context < math.inf:
+        raise UsageError(f"--prompt-length {prompt} and --context {context} must be numbers of tokens, not negative")
+    spans = _read(text, prompt, context)
+    if (rows := max(span.rows for span in spans)) > _MOST_ROWS:
+        raise UsageError(f"--batch {text!r} has {rows} rows: {_MOST_ROWS} is the most that is planned for")
+    return spans
+
+
+def _read(text: str, prompt: int, context: float) -> list[Span]:
     try:
         if text.startswith("@"):
             words = Path(text[1:]).read_text(encoding="utf-8").replace(",", " ").split()
@@ -71,6 +82,8 @@ def parse(text: str, prompt: int, context: float) -> list[Span]:
             rows, longest = (int(part) for part in text[5:].split(":"))
             if rows < 1 or longest < 1:
                 raise ValueError
+            if rows > _MOST_ROWS:  # not worth working out
+                return [Span(rows, longest, context)]
             return from_lengths(long_tail(rows, longest), prompt)
         spans = []
         for part in text.split(","):

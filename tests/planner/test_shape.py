@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,29 @@ def test_windows_nesting_and_precisions_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [{"hidden_size": None}, {"num_hidden_layers": 0}, {"vocab_size": "x"}])
 def test_a_missing_size_is_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
+        shape_of({**SIZES, **wrong}, "m")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_key_value_heads": -1},
+        {"head_dim": "x"},
+        {"full_attention_interval": [2]},
+        {"layer_types": 3},
+        {"quantization_config": "fp8"},
+        {"kv_lora_rank": 4, "qk_rope_head_dim": 2, "qk_nope_head_dim": 2, "v_head_dim": 2, "q_lora_rank": math.nan},
+        {"num_experts": 2.5},
+        {"num_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": "one"},
+        {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": 1},
+        {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": -1},
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": -8},
+        {"num_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": -1},
+    ],
+    ids=lambda wrong: list(wrong)[-1],
+)
+def test_a_setting_of_another_kind_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=list(wrong)[-1]):
         shape_of({**SIZES, **wrong}, "m")
 
 
