@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -326,7 +328,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work = app(args=given, prog_name="forerun", standalone_mode=False)
         return work() if callable(work) else int(work or 0)  # not callable: --help and --version have answered
 
-    return outcome(parse_and_work)
+    earlier = sys.unraisablehook
+    sys.unraisablehook = partial(_again, earlier)
+    try:
+        return outcome(parse_and_work)
+    finally:
+        sys.unraisablehook = earlier
+
+
+def _again(earlier: Callable[[Any], Any], lost: Any) -> None:
+    """Python drops a Ctrl-C that lands in a destructor, of which imports run many: send it once more."""
+    if lost.exc_type is KeyboardInterrupt:
+        main_thread = threading.main_thread().ident or 0
+        threading.Timer(0.05, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
+    else:
+        earlier(lost)
 
 
 def outcome(work: Work) -> int:

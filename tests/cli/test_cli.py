@@ -200,3 +200,24 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         assert process.stdout.readline() == b"line\n"
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait(60) == 1
+
+
+def test_an_interrupt_that_lands_in_a_destructor_is_not_lost() -> None:
+    code = """
+import sys, time
+from forerun import cli
+
+class Late:
+    def __del__(self):
+        raise KeyboardInterrupt
+
+def work():
+    Late()
+    time.sleep(60)
+    return 0
+
+cli.app = lambda **_: work
+sys.exit(cli.main(["verb"]))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stderr) == (130, "forerun: interrupted; what was finished is kept\n")
