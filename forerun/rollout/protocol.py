@@ -65,7 +65,7 @@ class SamplingParams:
             if not math.isfinite(bias):
                 raise ValueError(f"logit_bias of token {token} is {bias}: give a finite number")
         seed: object = self.seed
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64):
             raise ValueError(f"seed={seed} must be an integer of 64 bits")
         stop: object = self.stop  # a string is a sequence of strings, too, and would stop at each of its letters
         if isinstance(stop, str):
