@@ -26,6 +26,9 @@ class ModelConfig:
     path: str = ""
     dtype: Literal["float32", "bfloat16"] = "float32"
     trust_remote_code: bool = False
+    # Keys of its config.json to set before the model is built, nested as there or dotted: max_position_embeddings,
+    # rope_scaling.factor. Saved models have them.
+    override_config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import logging as transformers_logging
 
 from forerun.checkpoint.hub import local_directory
@@ -21,6 +21,7 @@ from forerun.families import FamilyRecord, declared_depth, family_of, present_de
 from forerun.families.megatron import refuse_megatron_names
 from forerun.models.attach import attach
 from forerun.models.carrier import MTPCarrier, mtp_weight_names, set_depth
+from forerun.models.config_overrides import build_config, overridden_config
 from forerun.models.layout import fill, found_layout
 from forerun.mtp.config import MTPConfig
 
@@ -35,6 +36,7 @@ def load(
     *,
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
+    override_config: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """A causal LM with the MTP block that its checkpoint holds.
 
@@ -44,6 +46,7 @@ def load(
             to 0, also where it declares a block that the files lack.
         dtype: of all weights.
         trust_remote_code: let the directory's own Python files define the trunk, where transformers has no code for it.
+        override_config: keys of config.json to set before the model is built, see `overridden_config`.
 
     Returns:
         An `MTPCarrier`, or the plain model where the checkpoint has no block or `enable` is false.
@@ -51,11 +54,13 @@ def load(
     Raises:
         UsageError: not a checkpoint; `enable=True` on one without MTP; `repeat_layer` on one with several layers; a
             weight of the trunk missing, or a depth declared of which tensors are missing; a family that is not
-            supported.
+            supported; an override of a key that is not there.
         ForerunError: an MTP tensor has another shape than its place, is quantised, or is one that the family does not
             know; a copy of the embedding or the LM head differs from the trunk's.
     """
     reader = CheckpointReader(local_directory(path))
+    if override_config:
+        reader.config = overridden_config(reader, override_config, trust_remote_code)
     refuse_megatron_names(path, reader.tensor_names)
     family = family_of(reader.config)
     depth = present_depth(family, reader.config, reader.tensor_names)
@@ -91,13 +96,10 @@ def _load_trunk(
     reader: CheckpointReader, family: FamilyRecord, depth: int, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
     path = reader.path
-    config = None
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # the block's tensors are "unexpected" to the trunk; we account for them
     try:
-        if family.trunk_model_type is not None:
-            own = {k: v for k, v in reader.config.items() if k not in ("model_type", "architectures", "auto_map")}
-            config = AutoConfig.for_model(family.trunk_model_type, **own)
+        config = build_config(reader, family, trust_remote_code)
         loaded: Any = _trunk_class(reader.config).from_pretrained(
             path,
             config=config,

@@ -32,6 +32,7 @@ from forerun.engines.torch_engine import TorchEngineConfig
 from forerun.errors import ForerunError, UsageError, one_line
 from forerun.families import declared_depth, family_of, present_depth
 from forerun.models.attach import Init, attach
+from forerun.models.config_overrides import overridden_config
 from forerun.models.loading import load
 from forerun.mtp.config import MTPConfig
 from forerun.report.atomic import failures
@@ -49,7 +50,8 @@ def check_config(config: SFTConfig | RLConfig, has_data: bool, has_model: bool) 
     """Check a configuration; objects that the caller brings stand in for the paths that name them.
 
     Raises:
-        UsageError: see `forerun.config.check`; the output directory is a file.
+        UsageError: see `forerun.config.check`; the output directory is a file; an override of a key that the model's
+            config.json does not have.
     """
     model = replace(config.model, path=config.model.path or ("given" if has_model else ""))
     data = replace(config.data, train_files=config.data.train_files or (["given"] if has_data else []))
@@ -58,6 +60,10 @@ def check_config(config: SFTConfig | RLConfig, has_data: bool, has_model: bool) 
     for place in (output, *output.parents):
         if place.exists() and not place.is_dir():
             raise UsageError(f"trainer.output_dir={output}: {place} is a file, name a directory")
+    if config.model.override_config and not has_model:
+        overridden_config(
+            CheckpointReader(config.model.path), config.model.override_config, config.model.trust_remote_code
+        )
 
 
 def check_ranks(config: SFTConfig | RLConfig, num_ranks: int | None) -> None:
@@ -123,7 +129,13 @@ def load_model(
     """
     attach_new = mtp.enable and not carries_mtp(config)
     wanted = replace(mtp, enable=False, enable_train=False, enable_rollout=False) if attach_new else mtp
-    model = load(config.path, wanted, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code)
+    model = load(
+        config.path,
+        wanted,
+        dtype=getattr(torch, config.dtype),
+        trust_remote_code=config.trust_remote_code,
+        override_config=config.override_config,
+    )
     if attach_new:
         logger.warning("%s carries no MTP block: attaching a new one of depth %d", config.path, mtp.num_layers)
         model = attach(model, mtp, init=init, seed=seed)
