@@ -70,7 +70,7 @@ def answer(oracle: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[
     settings = {
         "payload": encode(NAMED),
         "sampling": [to_sglang(s, s.max_tokens, s.seed) for s in SAMPLING],
-        "arguments": [launch_arguments(SETTINGS, mtp, 30001)[2:] for mtp in MTP],
+        "arguments": [launch_arguments(SETTINGS, mtp, 30001) for mtp in MTP],
     }
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     printed = run_script(oracle("sglang"), "sglang/read.py", str(folder))

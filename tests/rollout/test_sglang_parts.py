@@ -6,7 +6,9 @@ import base64
 import io
 import json
 import math
+import os
 import pickle
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -55,7 +57,7 @@ def test_launch_arguments_in_full() -> None:
         extra_arguments=("--log-level", "warning"),
     )
     assert " ".join(launch_arguments(settings, mtp(), 30001)) == (
-        "-m sglang.launch_server --model-path /models/mimo --host 127.0.0.1 --port 30001 --tp-size 2 --dtype bfloat16 "
+        "--model-path /models/mimo --host 127.0.0.1 --port 30001 --tp-size 2 --dtype bfloat16 "
         "--sampling-defaults openai --random-seed 5 --max-running-requests 64 --context-length 4096 "
         "--mem-fraction-static 0.7 --enable-deterministic-inference --enable-memory-saver --enable-weights-cpu-backup "
         "--trust-remote-code --speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1 "
@@ -100,15 +102,20 @@ def test_drafting_that_sglang_would_not_do_is_refused(settings: dict[str, Any], 
         launch_arguments(LaunchSettings(Path("m")), mtp(**settings), 1)
 
 
-def fake_interpreter(tmp_path: Path, program: str) -> str:
-    """Stands for the other environment's Python: gets SGLang's arguments, runs `program`."""
+def interpreter_with_sglang(tmp_path: Path, program: str) -> str:
+    """Another Python that has a module sglang.launch_server, which is `program`."""
+    package = tmp_path / "packages" / "sglang"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "launch_server.py").write_text(program, encoding="utf-8")
     script = tmp_path / "python"
-    script.write_text(f"#!{sys.executable}\nimport sys, http.server, subprocess, time\n{program}", encoding="utf-8")
+    script.write_text(f'#!/bin/sh\nPYTHONPATH={package.parent} exec {sys.executable} "$@"\n', encoding="utf-8")
     script.chmod(0o755)
     return str(script)
 
 
+# Answers 503 at first; its child notes its own number.
 _SERVES = """
+import http.server, os, subprocess, sys
 class Handler(http.server.BaseHTTPRequestHandler):
     calls = 0
     def do_GET(self):
@@ -117,22 +124,50 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-open(sys.argv[0] + ".child", "w").write(str(child.pid))
+open(os.path.join(sys.argv[sys.argv.index("--model-path") + 1], "pids"), "w").write(f"{os.getpid()} {child.pid}")
 port = int(sys.argv[sys.argv.index("--port") + 1])
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
 def test_a_server_is_started_and_ended_with_its_children(tmp_path: Path) -> None:
-    python = fake_interpreter(tmp_path, _SERVES)
-    process = launch(LaunchSettings(tmp_path, python=python, start_timeout_s=60), None)
-    assert process.base_url.startswith("http://127.0.0.1:")
-    child = Path(python + ".child").read_text(encoding="utf-8")
-    process.stop()
+    python = interpreter_with_sglang(tmp_path, _SERVES)
+    url, process = launch(LaunchSettings(tmp_path, python=python, start_timeout_s=60), None)
+    assert url.startswith("http://127.0.0.1:")
+    pids = (tmp_path / "pids").read_text(encoding="utf-8").split()
+    assert all(map(running, pids))
+    process.close()
+    assert_ended(pids)
+
+
+def test_a_server_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    """And nothing of it stays in the folder for temporary files."""
+    python = interpreter_with_sglang(tmp_path, _SERVES)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    trainers = (
+        "import time\n"
+        "from pathlib import Path\n"
+        "from forerun.rollout.sglang.launch import LaunchSettings, launch\n"
+        f"started = launch(LaunchSettings(Path({str(tmp_path)!r}), python={python!r}), None)\n"
+        "print('up', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    with subprocess.Popen([sys.executable, "-c", trainers], stdout=subprocess.PIPE, text=True, env=environment) as ours:
+        assert ours.stdout is not None and ours.stdout.readline() == "up\n"
+        pids = (tmp_path / "pids").read_text(encoding="utf-8").split()
+        assert all(map(running, pids))
+        ours.kill()
+    assert_ended(pids)
+    assert list(scratch.iterdir()) == []
+
+
+def assert_ended(pids: list[str]) -> None:
     deadline = time.monotonic() + 10
-    while running(child) and time.monotonic() < deadline:
+    while any(map(running, pids)):
+        assert time.monotonic() < deadline, pids
         time.sleep(0.02)
-    assert not running(child)
 
 
 def running(pid: str) -> bool:
@@ -143,13 +178,21 @@ def running(pid: str) -> bool:
 
 
 def test_a_server_that_does_not_come_up_is_one_line(tmp_path: Path) -> None:
-    dies = fake_interpreter(tmp_path, "print('error: unrecognized arguments: --tp-size'); sys.exit(2)")
-    with pytest.raises(ForerunError, match=r"exit code 2: error: unrecognized arguments: --tp-size \(whole log: "):
+    dies = interpreter_with_sglang(tmp_path, "print('loading'); exit('error: unrecognized arguments: --tp-size')")
+    with pytest.raises(
+        ForerunError, match=r"SGLang did not start: error: unrecognized arguments: --tp-size \(whole log: "
+    ) as caught:
         launch(LaunchSettings(tmp_path, python=dies, start_timeout_s=60), None)
-    hangs = fake_interpreter(tmp_path, "print('loading', flush=True); time.sleep(60)")
-    with pytest.raises(ForerunError, match="did not answer within 3 s: "):
-        launch(LaunchSettings(tmp_path, python=hangs, start_timeout_s=3), None)
-    with pytest.raises(UsageError, match=r"cannot start SGLang with .*: No such file"):
+    log = Path(str(caught.value).rpartition("whole log: ")[2].rstrip(")"))
+    assert log.read_text(encoding="utf-8").splitlines()[0] == "loading"
+    log.unlink()
+    hangs = interpreter_with_sglang(tmp_path, "import time; print('loading', flush=True); time.sleep(60)")
+    with pytest.raises(ForerunError, match="did not start within 1 s: ") as caught:
+        launch(LaunchSettings(tmp_path, python=hangs, start_timeout_s=1), None)
+    Path(str(caught.value).rpartition("whole log: ")[2].rstrip(")")).unlink()
+    with pytest.raises(UsageError, match="cannot import sglang: install SGLang in that environment"):
+        launch(LaunchSettings(tmp_path, python=sys.executable), None)
+    with pytest.raises(UsageError, match=r"cannot start SGLang's interpreter .* \(No such file"):
         launch(LaunchSettings(tmp_path, python=str(tmp_path / "none")), None)
     with pytest.raises(UsageError, match="is not a directory"):
         launch(LaunchSettings(tmp_path / "none"), None)
@@ -325,6 +368,20 @@ def test_reasons_and_answers_of_another_form() -> None:
     for wrong in ({}, [], answer(2, {"type": "new"}), {"meta_info": {"finish_reason": None}}):
         with pytest.raises(ForerunError, match="gave an answer of another form"):
             to_completion(request, wrong, facts(), 0)
+    whole = answer(2, **counts(1, [0, 1, 0, 0]), weight_versions=[{"version": "4", "start": 0, "end": 2}])
+    for name, wrong in (
+        ("weight_versions", [{"version": "4"}]),
+        ("num_retractions", None),
+        ("spec_verify_ct", "many"),
+        ("spec_num_correct_drafts", {}),
+        ("spec_num_proposed_drafts", math.nan),
+        ("spec_correct_drafts_histogram", [1, None]),
+        ("output_top_logprobs", [[]]),
+        ("output_token_logprobs", [[-1, 2, None], None]),
+    ):
+        broken = {**whole, "meta_info": {**whole["meta_info"], name: wrong}}
+        with pytest.raises(ForerunError, match="gave an answer of another form"):
+            to_completion(Request("a", [1], SamplingParams(4, top_k=2)), broken, facts(), 0)
     short = answer(2)
     del short["meta_info"]["output_token_logprobs"][0]
     with pytest.raises(ForerunError, match="2 tokens and 1 log-probs"):

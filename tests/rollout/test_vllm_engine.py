@@ -24,7 +24,7 @@ from forerun.rollout.protocol import Completion, Request, SamplingParams
 from forerun.rollout.scoring import score_texts
 from forerun.rollout.sync import digest
 from forerun.rollout.vllm import LaunchSettings, VLLMEngine, buckets
-from forerun.rollout.vllm.process import INSIDE
+from forerun.rollout.vllm.environment import INSIDE
 from tests.oracles import served_models
 from tests.oracles.test_vllm import save
 
@@ -205,12 +205,12 @@ def test_vllms_own_error_is_told_in_one_line(vllm_env: Path, checkpoint: Path) -
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("script", ["forerun_offline.py", "forerun_server.py"])
-def test_a_child_ends_with_a_trainer_that_is_killed(vllm_env: Path, script: str) -> None:
+def test_a_child_ends_with_a_trainer_that_is_killed(vllm_env: Path) -> None:
+    script = INSIDE / "forerun_offline.py"
     trainers = (
         "import socket, subprocess, time\n"
         "ours, theirs = socket.socketpair()\n"
-        f"line = [{str(vllm_env)!r}, {str(INSIDE / script)!r}, str(theirs.fileno())]\n"
+        f"line = [{str(vllm_env)!r}, {str(script)!r}, str(theirs.fileno())]\n"
         "child = subprocess.Popen(line, stdin=-1, stderr=-3, pass_fds=[theirs.fileno()], start_new_session=True)\n"
         "theirs.close()\n"
         "print(child.pid, flush=True)\n"

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import requests
 
 import forerun
 from forerun.errors import ForerunError
 from forerun.models.carrier import MTPCarrier, named_weights
+from forerun.rollout.client import Client
 from forerun.rollout.protocol import Completion, Request, SamplingParams
 from forerun.rollout.vllm import VLLMEngine
 from tests.oracles import served_models
@@ -114,8 +114,10 @@ def test_vllms_own_reload_leaves_a_stale_drafter_which_the_digest_shows(
     changed = disturbed(model)
     save(changed, tmp_path / "changed")
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path / "changed")}}
-    assert requests.post(f"{engine.base_url}/collective_rpc", json=body).ok
-    assert requests.post(f"{engine.base_url}/reset_prefix_cache").ok
+    assert engine.base_url is not None
+    server = Client("vLLM", engine.base_url)
+    server.post("/collective_rpc", body)
+    server.post("/reset_prefix_cache")
     stale = engine.generate(asked(GREEDY))
     check_log_probs(changed, stale, GREEDY)  # the trunk has changed
     assert engine.drafter_digest() == old != trainers_digest(changed)
@@ -148,7 +150,7 @@ def test_acceptance_survives_sleep(engine: VLLMEngine, model: MTPCarrier) -> Non
 
 
 def test_where_no_server_is_the_error_says_so() -> None:
-    with pytest.raises(ForerunError, match=r"no vLLM server answers at http://127\.0\.0\.1:9"):
+    with pytest.raises(ForerunError, match=r"the vLLM server at http://127\.0\.0\.1:9 did not answer /health"):
         VLLMEngine.connect("http://127.0.0.1:9")
 
 

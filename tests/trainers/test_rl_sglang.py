@@ -24,31 +24,26 @@ from tests.trainers.tiny import make_model, make_tokenizer
 from tests.trainers.tiny_rl import MTP, PROMPTS, ShareOfWord, settings
 
 
-class Started:
+def start(asked: LaunchSettings, mtp: MTPConfig | None, sessions: bool) -> tuple[str, ExitStack]:
     """A server of the protocol as the launch settings ask for it, on the checkpoint that they name."""
-
-    def __init__(self, asked: LaunchSettings, mtp: MTPConfig | None, sessions: bool) -> None:
-        model = load(asked.model_dir).eval()
-        assert isinstance(model, MTPCarrier) and mtp is not None
-        server = SGLangServer(
-            model,
-            asked.model_dir,
-            num_steps=mtp.speculative_num_steps,
-            deterministic=asked.deterministic,
-            sessions=sessions,
-            end_tokens=(0,),
-        )
-        self._running = ExitStack()
-        self.base_url = self._running.enter_context(serving(server))
-
-    def stop(self) -> None:
-        self._running.close()
+    model = load(asked.model_dir).eval()
+    assert isinstance(model, MTPCarrier) and mtp is not None
+    server = SGLangServer(
+        model,
+        asked.model_dir,
+        num_steps=mtp.speculative_num_steps,
+        deterministic=asked.deterministic,
+        sessions=sessions,
+        end_tokens=(0,),
+    )
+    running = ExitStack()
+    return running.enter_context(serving(server)), running
 
 
 @pytest.mark.parametrize("sessions", [True, False], ids=["0.5.23", "older"])
 def test_a_run_rolls_out_on_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sessions: bool) -> None:
     """A version that does not show its drafter leaves open whether that is the trainer's."""
-    monkeypatch.setattr(sglang, "launch", partial(Started, sessions=sessions))
+    monkeypatch.setattr(sglang, "launch", partial(start, sessions=sessions))
     config = settings(
         tmp_path,
         *MTP,

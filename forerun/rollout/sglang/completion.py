@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forerun.errors import ForerunError
+from forerun.errors import ForerunError, one_line
 from forerun.rollout.protocol import Completion, FinishReason, Request, SpeculationTotals
 from forerun.rollout.sglang.sampling import raw_log_probs, sampled_log_probs
 from forerun.rollout.sglang.server import ServerFacts
 
+_STEPS = ("spec_verify_ct",)
 _ACCEPTED = ("spec_num_correct_drafts", "spec_accept_token_num")
 _DRAFTED = ("spec_num_proposed_drafts", "spec_draft_token_num")
 _HISTOGRAM = ("spec_correct_drafts_histogram", "spec_accept_histogram")
@@ -38,18 +39,22 @@ def to_completion(request: Request, answer: Any, facts: ServerFacts, version: in
         ForerunError: the answer is not one to /generate with log-probs.
     """
     try:
-        meta = answer["meta_info"]
-        reason = meta["finish_reason"]
-        finish = _REASONS[reason["type"]]
-        entries = meta.get("output_token_logprobs") or []
-        tokens = [int(token) for token in answer.get("output_ids") or [entry[1] for entry in entries]]
-        reported = [float(entry[0]) for entry in entries]
-        top = [[float(entry[0]) for entry in position] for position in meta.get("output_top_logprobs") or []]
-    except (KeyError, TypeError, IndexError, ValueError) as error:
+        return _read(request, answer, facts, version)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ForerunError(
             f"request {request.request_id!r}: SGLang {facts.version} gave an answer of another form "
-            f"({type(error).__name__}: {error}): use a version named in docs/rollout_sglang.md"
+            f"({type(error).__name__}: {one_line(error):.200}): use a version named in docs/rollout_sglang.md"
         ) from None
+
+
+def _read(request: Request, answer: Any, facts: ServerFacts, version: int) -> Completion:
+    meta = answer["meta_info"]
+    reason = meta["finish_reason"]
+    finish = _REASONS[reason["type"]]
+    entries = meta.get("output_token_logprobs") or []
+    tokens = [int(token) for token in answer.get("output_ids") or [entry[1] for entry in entries]]
+    reported = [float(entry[0]) for entry in entries]
+    top = [[float(entry[0]) for entry in position] for position in meta.get("output_top_logprobs") or []]
     if finish == "abort":  # one that was still waiting has neither
         del tokens[len(reported) :]
     if len(tokens) != len(reported):
@@ -87,20 +92,20 @@ def _number(name: object, otherwise: int) -> int:
 
 def _fill_statistics(completion: Completion, meta: Mapping[str, Any], facts: ServerFacts) -> None:
     depth = facts.num_steps
-    steps = meta.get("spec_verify_ct")
+    steps = _first(meta, _STEPS)
     # A text that ended with the prompt's own forward was never verified, and has no counts.
     if not facts.drafts or (steps is None and len(completion.token_ids) <= 1):
         completion.spec_num_verify_steps = completion.spec_num_draft_tokens = completion.spec_num_accepted_tokens = 0
         completion.drafted_per_depth, completion.accepted_per_depth = [0] * depth, [0] * depth
         return
     accepted, drafted = _first(meta, _ACCEPTED), _first(meta, _DRAFTED)
-    histogram: list[int] | None = _first(meta, _HISTOGRAM)
+    histogram = next(([int(count) for count in meta[name]] for name in _HISTOGRAM if meta.get(name) is not None), None)
     per_depth = [steps] * depth if steps is not None and facts.topk == 1 else None  # a tree has several at a depth
     behind = 0
     if steps is not None and accepted is not None and completion.finish_reason != "abort":
         # One token per prefill, and one per step beside the drafts; SGLang counts what it cut off at the end, too.
         behind = 1 + meta.get("num_retractions", 0) + accepted + steps - len(completion.token_ids)
-    if behind > 0:
+    if accepted is not None and behind > 0:
         accepted -= behind
         histogram, last = _cut_last_step(histogram, behind)
         if last is not None and per_depth is not None and drafted is not None:
@@ -134,8 +139,8 @@ def _cut_last_step(histogram: list[int] | None, behind: int) -> tuple[list[int] 
     return cut, long_enough[0] - behind
 
 
-def _first(meta: Mapping[str, Any], names: Sequence[str]) -> Any:
-    return next((meta[name] for name in names if meta.get(name) is not None), None)
+def _first(meta: Mapping[str, Any], names: Sequence[str]) -> int | None:
+    return next((int(meta[name]) for name in names if meta.get(name) is not None), None)
 
 
 def add_to_totals(totals: SpeculationTotals, completion: Completion) -> bool:

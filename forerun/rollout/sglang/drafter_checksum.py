@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from forerun.rollout.sglang.client import Client, Refused
+from forerun.rollout.client import Client, Refused
 
 # Shared with the target by pointer: they change with it, whether or not the drafter's own do.
 _SHARED = ("embed_tokens", "word_embeddings", "lm_head", "shared_head.head")
@@ -56,7 +56,8 @@ class DrafterChecksums:
             answer = self._client.post("/weights_checker", {"action": "checksum", "selector": "draft"})
         except Refused:  # versions before the call, or before it knew the draft worker
             return None
-        own = sorted(_own_tensors(answer))
+        with self._client.reading("/weights_checker"):
+            own = sorted(_own_tensors(answer))
         if not own:
             return None
         return hashlib.sha256("\n".join(own).encode()).hexdigest()

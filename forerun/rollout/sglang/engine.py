@@ -20,12 +20,13 @@ from forerun.checkpoint.reader import CheckpointReader
 from forerun.errors import ForerunError, UsageError
 from forerun.families import text_section
 from forerun.mtp.config import MTPConfig
+from forerun.rollout.child import ChildProcess
+from forerun.rollout.client import Client, Refused
 from forerun.rollout.protocol import Completion, NamedTensors, Request, SpeculationTotals
 from forerun.rollout.requests import check_requests
-from forerun.rollout.sglang.client import Client, Refused
 from forerun.rollout.sglang.completion import add_to_totals
 from forerun.rollout.sglang.drafter_checksum import DrafterChecksums
-from forerun.rollout.sglang.launch import LaunchSettings, ServerProcess, launch
+from forerun.rollout.sglang.launch import LaunchSettings, launch
 from forerun.rollout.sglang.run import Run
 from forerun.rollout.sglang.sampling import why_not
 from forerun.rollout.sglang.server import end_tokens, read_facts
@@ -75,11 +76,11 @@ class SGLangEngine:
         max_connections: int = 256,
         seed: int = 0,
         timeout_s: float = 3600.0,
-        process: ServerProcess | None = None,
+        process: ChildProcess | None = None,
     ) -> None:
         if bucket_bytes < 1 or max_connections < 1:
             raise UsageError(f"bucket_bytes={bucket_bytes}, max_connections={max_connections}: both must be above 0")
-        self.client = Client(base_url, timeout_s)
+        self.client = Client("SGLang", base_url, timeout_s, process)
         self.facts = read_facts(self.client)
         path = Path(checkpoint if checkpoint is not None else self.facts.model_path)
         if checkpoint is None and not path.is_dir():
@@ -135,10 +136,10 @@ class SGLangEngine:
             UsageError: settings that SGLang would not take, or not heed.
             ForerunError: the server did not come up.
         """
-        process = launch(settings, mtp)
+        base_url, process = launch(settings, mtp)
         try:
             return cls(
-                process.base_url,
+                base_url,
                 checkpoint=settings.model_dir,
                 transport=transport,
                 bucket_bytes=bucket_bytes,
@@ -148,7 +149,7 @@ class SGLangEngine:
                 process=process,
             )
         except BaseException:
-            process.stop()
+            process.close()
             raise
 
     @property
@@ -323,4 +324,4 @@ class SGLangEngine:
         finally:
             self._transport = None
             if self._process is not None:
-                self._process.stop()
+                self._process.close()

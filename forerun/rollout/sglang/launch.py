@@ -1,23 +1,16 @@
-"""An SGLang server of our own: its launch arguments, its process, and waiting until it answers."""
+"""An SGLang server of our own, and its launch arguments."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import tempfile
-import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forerun.errors import ForerunError, UsageError
+from forerun.errors import UsageError
 from forerun.mtp.config import MTPConfig
+from forerun.rollout.child import ChildProcess, environment_without
+from forerun.rollout.local_server import start_server
 from forerun.rollout.loopback import HOST, free_port
-from forerun.rollout.sglang.client import Client
 
-_POLL_S = 0.5
-_STOP_S = 20.0
 # Would change what log-probs mean.
 _UNWANTED = ("SGLANG_RETURN_ORIGINAL_LOGPROB",)
 
@@ -62,12 +55,12 @@ class LaunchSettings:
 
 
 def launch_arguments(settings: LaunchSettings, mtp: MTPConfig | None, port: int) -> list[str]:
-    """What follows the interpreter: -m sglang.launch_server and its arguments.
+    """The arguments of sglang.launch_server.
 
     Raises:
         UsageError: drafting settings that SGLang would refuse, change on its own, or not draft with our block under.
     """
-    arguments = ["-m", "sglang.launch_server", "--model-path", str(settings.model_dir)]
+    arguments = ["--model-path", str(settings.model_dir)]
     arguments += ["--host", HOST, "--port", str(port), "--tp-size", str(settings.tensor_parallel_size)]
     # Defaults for sampling must not come from the checkpoint's generation_config.json.
     arguments += ["--dtype", settings.dtype, "--sampling-defaults", "openai", "--random-seed", str(settings.seed)]
@@ -128,66 +121,8 @@ def _drafting(mtp: MTPConfig) -> list[str]:
     return [*arguments, "--speculative-use-rejection-sampling"] if mtp.acceptance == "rejection" else arguments
 
 
-class ServerProcess:
-    """A server that we started, with all processes that it started.
-
-    Attributes:
-        base_url: where it answers.
-        log: the file that holds what it printed.
-    """
-
-    def __init__(self, command: list[str], base_url: str) -> None:
-        self.base_url = base_url
-        handle, name = tempfile.mkstemp(prefix="forerun-sglang-", suffix=".log")
-        self.log = Path(name)
-        environment = {name: value for name, value in os.environ.items() if name not in _UNWANTED}
-        with os.fdopen(handle, "wb") as log:
-            try:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment | {"HF_HUB_OFFLINE": "1"},
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise UsageError(f"cannot start SGLang with {command[0]}: {error.strerror}: check `python`") from None
-
-    def wait(self, timeout_s: float) -> None:
-        """Until /health says yes.
-
-        Raises:
-            ForerunError: it ended, or the time is over; the process is gone then.
-        """
-        client = Client(self.base_url, timeout_s=30.0)
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if (code := self._process.poll()) is not None:
-                raise ForerunError(f"SGLang ended with exit code {code}: {self._last_words()} (whole log: {self.log})")
-            with suppress(ForerunError):  # nobody listens yet, or it answers 503 while it loads
-                client.get("/health")
-                return
-            time.sleep(_POLL_S)
-        self.stop()
-        raise ForerunError(f"SGLang did not answer within {timeout_s:.0f} s: {self._last_words()} (log: {self.log})")
-
-    def _last_words(self) -> str:
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1].strip()[:300] if lines else "it printed nothing"
-
-    def stop(self) -> None:
-        """End it and what it started."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_STOP_S)
-                return
-
-
-def launch(settings: LaunchSettings, mtp: MTPConfig | None) -> ServerProcess:
-    """Start a server on the loopback interface and wait until it answers.
+def launch(settings: LaunchSettings, mtp: MTPConfig | None) -> tuple[str, ChildProcess]:
+    """Start a server on the loopback interface; returns its address and process once it answers.
 
     Raises:
         UsageError: settings that SGLang would not take, or no such interpreter or checkpoint.
@@ -196,10 +131,9 @@ def launch(settings: LaunchSettings, mtp: MTPConfig | None) -> ServerProcess:
     if not settings.model_dir.is_dir():
         raise UsageError(f"{settings.model_dir} is not a directory: give the checkpoint that SGLang should serve")
     port = settings.port or free_port()
-    process = ServerProcess([settings.python, *launch_arguments(settings, mtp, port)], f"http://{HOST}:{port}")
-    try:
-        process.wait(settings.start_timeout_s)
-    except BaseException:
-        process.stop()
-        raise
-    return process
+    url = f"http://{HOST}:{port}"
+    arguments = launch_arguments(settings, mtp, port)
+    environment = environment_without(_UNWANTED)
+    return url, start_server(
+        "SGLang", settings.python, "sglang.launch_server", arguments, url, environment, settings.start_timeout_s
+    )

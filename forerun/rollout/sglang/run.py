@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import Any
 
 from forerun.errors import ForerunError
+from forerun.rollout.client import Client
 from forerun.rollout.protocol import Completion, Request
-from forerun.rollout.sglang.client import Client
 from forerun.rollout.sglang.completion import aborted, to_completion
 from forerun.rollout.sglang.sampling import to_sglang, top_log_probs_wanted
 from forerun.rollout.sglang.server import ServerFacts

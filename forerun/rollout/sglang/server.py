@@ -15,7 +15,7 @@ from forerun.checkpoint.files import read_json_object
 from forerun.checkpoint.reader import CONFIG
 from forerun.errors import UsageError
 from forerun.families import text_section
-from forerun.rollout.sglang.client import Client, Refused
+from forerun.rollout.client import Client, Refused
 
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer_config.json"
@@ -80,6 +80,12 @@ def read_facts(client: Client) -> ServerFacts:
         info = client.get("/get_server_info")  # its older name
     if not isinstance(info, Mapping):
         raise UsageError(f"{client.base_url} is no SGLang server: /server_info gave no settings")
+    models = client.get("/v1/models")
+    with client.reading("/server_info and /v1/models"):
+        return _facts(info, models)
+
+
+def _facts(info: Mapping[str, Any], models: Any) -> ServerFacts:
     algorithm = info.get("speculative_algorithm")
     if algorithm is not None and algorithm not in _DRAFTING:
         raise UsageError(
@@ -91,7 +97,6 @@ def read_facts(client: Client) -> ServerFacts:
     num_steps = int(info.get("speculative_num_steps") or 0) if algorithm else 0
     topk = int(info.get("speculative_eagle_topk") or 1)
     num_draft_tokens = int(info.get("speculative_num_draft_tokens") or 0) if algorithm else 0
-    model = client.get("/v1/models")["data"][0]
     reserved = max(topk * num_steps, num_draft_tokens) if algorithm else 0
     return ServerFacts(
         version=str(info.get("version", "unknown")),
@@ -99,7 +104,7 @@ def read_facts(client: Client) -> ServerFacts:
         tp_size=int(info.get("tp_size", 1)),
         num_steps=num_steps,
         topk=topk,
-        context_length=int(model["max_model_len"]) - reserved,
+        context_length=int(models["data"][0]["max_model_len"]) - reserved,
         deterministic=bool(info.get("enable_deterministic_inference", False)),
         memory_saver=bool(info.get("enable_memory_saver", False)),
         keeps_weights=bool(info.get("enable_weights_cpu_backup", False)),

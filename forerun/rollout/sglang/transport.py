@@ -14,8 +14,8 @@ import torch.distributed
 from torch import Tensor
 
 from forerun.errors import ForerunError, one_line
+from forerun.rollout.client import Client
 from forerun.rollout.loopback import HOST, free_port
-from forerun.rollout.sglang.client import Client
 from forerun.rollout.sglang.payload import encode
 from forerun.rollout.sync import Named
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from forerun.errors import ForerunError
+from forerun.rollout.client import Client, Refused
 from forerun.rollout.served import buckets
-from forerun.rollout.sglang.client import Client, Refused
 from forerun.rollout.sglang.transport import Transport
 from forerun.rollout.sync import Named
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import ForerunError, UsageError
+from forerun.rollout.child import ChildProcess
 from forerun.rollout.vllm.connection import Asked, Finished
-from forerun.rollout.vllm.process import VLLMProcess
+from forerun.rollout.vllm.environment import INSIDE, vllm_environment
 
 
 class _Ended(ForerunError):
@@ -37,8 +38,11 @@ class OfflineConnection:
         self._socket, theirs = socket.socketpair()
         with theirs:
             try:
-                self.process = VLLMProcess(
-                    python, "forerun_offline.py", [str(theirs.fileno())], environment, pass_fds=[theirs.fileno()]
+                self.process = ChildProcess(
+                    "vLLM",
+                    [str(Path(python).expanduser()), str(INSIDE / "forerun_offline.py"), str(theirs.fileno())],
+                    vllm_environment() | dict(environment or {}),
+                    pass_fds=[theirs.fileno()],
                 )
             except UsageError:
                 self._socket.close()
@@ -50,10 +54,12 @@ class OfflineConnection:
             self._send({"engine": dict(arguments)})
             self._receive()
         except ForerunError as error:
+            log = self.process.keep_log()
             self.close()
             if "No module named 'vllm" in str(error):
+                log.unlink()
                 raise UsageError(f"{python} cannot import vllm: install vLLM in that environment") from None
-            raise ForerunError(f"vLLM did not start: {error}") from None
+            raise ForerunError(f"vLLM did not start: {error} (whole log: {log})") from None
         except BaseException:
             self.close()
             raise

@@ -11,18 +11,23 @@ import contextlib
 import json
 import queue
 import re
-import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from forerun.errors import ForerunError, UsageError
-from forerun.rollout.loopback import HOST, free_port, reason_of
+from forerun.rollout import local_server
+from forerun.rollout.child import ChildProcess
+from forerun.rollout.client import Client, Refused
+from forerun.rollout.loopback import HOST, free_port
 from forerun.rollout.vllm.connection import Asked, Finished
-from forerun.rollout.vllm.process import VLLMProcess
+from forerun.rollout.vllm.environment import vllm_environment
 
+_GENERATE = "/inference/v1/generate"
+_BAD_REQUEST = 400
 _PREFIX = "generate-tokens-"  # what the server puts before a request's id
 _CONNECTIONS = 256
 _START_S = 1800.0  # large models take their time
@@ -43,7 +48,7 @@ def server_arguments(arguments: Mapping[str, Any]) -> list[str]:
 
 def start_server(
     python: str | Path, arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None
-) -> tuple[str, VLLMProcess]:
+) -> tuple[str, ChildProcess]:
     """Start a server on a free port of loopback; returns its address and process once it answers.
 
     Args:
@@ -53,30 +58,13 @@ def start_server(
         UsageError: the interpreter is missing or has no vLLM.
         ForerunError: vLLM does not start; the line holds its own last error.
     """
-    requests = _requests()
     port = free_port()
+    url = f"http://{HOST}:{port}"
     line = ["--host", HOST, "--port", str(port), "--enable-scale-out", *server_arguments(arguments)]
-    process = VLLMProcess(python, "forerun_server.py", line, dict(environment or {}) | {"VLLM_SERVER_DEV_MODE": "1"})
-    url, deadline = f"http://{HOST}:{port}", time.monotonic() + _START_S
-    try:
-        session = requests.Session()
-        session.trust_env = False  # no proxy lies between
-        while time.monotonic() < deadline:
-            if not process.running:
-                error = process.last_error()
-                if "No module named 'vllm" in error:
-                    raise UsageError(f"{python} cannot import vllm: install vLLM in that environment")
-                raise ForerunError(f"vLLM did not start: {error}")
-            try:
-                if session.get(f"{url}/health", timeout=5).ok:
-                    return url, process
-            except requests.RequestException:
-                pass
-            time.sleep(0.2)
-        raise ForerunError(f"vLLM did not start within {_START_S:.0f} s: {process.last_error()}")
-    except BaseException:
-        process.close()
-        raise
+    own = {"VLLM_SERVER_DEV_MODE": "1", **(environment or {})}
+    # Not `vllm serve`: in repacked builds that command looks for a distribution named vllm and fails.
+    module = "vllm.entrypoints.openai.api_server"
+    return url, local_server.start_server("vLLM", python, module, line, url, vllm_environment() | own, _START_S)
 
 
 class ServerConnection:
@@ -87,31 +75,16 @@ class ServerConnection:
         process: the server's, if it is ours to end.
 
     Raises:
+        UsageError: `base_url` is no address.
         ForerunError: nothing answers there.
     """
 
-    def __init__(self, base_url: str, process: VLLMProcess | None = None) -> None:
-        self._requests = _requests()
+    def __init__(self, base_url: str, process: ChildProcess | None = None) -> None:
         self.base_url = base_url.rstrip("/")
         self.process = process
-        self._session = self._requests.Session()
-        self._session.trust_env = False
-        self._session.mount("http://", self._requests.adapters.HTTPAdapter(pool_maxsize=_CONNECTIONS))
-        self._client, self._run = uuid.uuid4().hex, 0
-        self._ask("get", "/health")
-
-    def _ask(self, verb: str, path: str, body: Any = None, **query: Any) -> Any:
-        try:
-            answer = self._session.request(verb, self.base_url + path, json=body, params=query)
-        except self._requests.RequestException as error:
-            if self.process is not None and not self.process.running:
-                raise ForerunError(f"the vLLM server has ended: {self.process.last_error()}") from None
-            raise ForerunError(
-                f"no vLLM server answers at {self.base_url} ({type(error).__name__}): start one, or give its address"
-            ) from None
-        if not answer.ok:
-            raise _Answered(answer.status_code, reason_of(answer.text), path)
-        return answer
+        self._client = Client("vLLM", self.base_url, process=process)
+        self._name, self._run = uuid.uuid4().hex, 0
+        self._client.get("/health")
 
     def generate(self, requests: Sequence[Asked], on_finish: Callable[[Finished], None]) -> None:
         self._run += 1  # an abort that comes late must not meet a later request of the same name
@@ -133,58 +106,51 @@ class ServerConnection:
 
     def _complete(self, request: Asked, ended: queue.SimpleQueue[Finished | Exception]) -> None:
         body = {
-            "request_id": self._name(request["id"]),
+            "request_id": self._server_id(request["id"]),
             "token_ids": request["token_ids"],
             "sampling_params": request["sampling_params"],
         }
         try:
-            answer = self._ask("post", "/inference/v1/generate", body).json()
-            choice = answer["choices"][0]
-            content = (choice["logprobs"] or {}).get("content") or []
-            spec = (answer.get("metrics") or {}).get("speculative_decoding") or {}
-            ended.put(
-                Finished(
-                    id=request["id"],
-                    token_ids=list(choice["token_ids"] or []),
-                    log_probs=[token["logprob"] for token in content],
-                    finish_reason=choice["finish_reason"],
-                    stop_reason=choice["stop_reason"],
-                    accepted=spec.get("per_step_accepted"),
-                    drafted=spec.get("per_step_drafted"),
-                )
-            )
-        except _Answered as error:
-            refused = error.status == 400
-            ended.put(UsageError(f"request {request['id']!r}: {error.why}") if refused else error)
+            answer = self._client.post(_GENERATE, body)
+            with self._client.reading(_GENERATE):
+                ended.put(_finished(request["id"], answer))
+        except Refused as error:
+            refused = error.status == _BAD_REQUEST
+            ended.put(UsageError(f"request {request['id']!r}: {error.reason}") if refused else error)
         except Exception as error:  # of whatever kind: the thread that waits has to hear of it
             ended.put(error)
 
-    def _name(self, request_id: str) -> str:
-        return f"{self._client}-{self._run}-{request_id}"
+    def _server_id(self, request_id: str) -> str:
+        return f"{self._name}-{self._run}-{request_id}"
 
     def abort(self, ids: Iterable[str]) -> None:
-        named = [_PREFIX + self._name(each) for each in ids]
-        self._ask("post", "/inference/v1/abort_requests", {"request_ids": named})
+        named = [_PREFIX + self._server_id(each) for each in ids]
+        self._client.post("/inference/v1/abort_requests", {"request_ids": named})
 
     def worker(self, method: str, *arguments: Any) -> Any:
+        path = "/collective_rpc"
         try:
-            answer = self._ask("post", "/collective_rpc", {"method": method, "args": arguments})
-        except _Answered as error:
+            answer = self._client.post(path, {"method": method, "args": arguments})
+        except Refused as error:
             raise ForerunError(
-                f"the vLLM server at {self.base_url} cannot call {method} ({error.why}): start it with "
+                f"the vLLM server at {self.base_url} cannot call {method} ({error.reason}): start it with "
                 "VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls forerun_worker.ForerunWorker"
             ) from None
-        results = answer.json()["results"]
-        failed = next((result for result in results if "error" in result), None)
-        if failed is not None:
-            raise ForerunError(f"vLLM: {failed['error']}")
-        return results[0]["value"]
+        with self._client.reading(path):
+            results = answer["results"]
+            failed = next((result["error"] for result in results if "error" in result), None)
+            if failed is None:
+                return results[0]["value"]
+        raise ForerunError(f"vLLM: {failed}")
 
     def reset_prefix_cache(self) -> bool:
-        return self._ask("post", "/reset_prefix_cache").json()["success"]
+        path = "/reset_prefix_cache"
+        answer = self._client.post(path)
+        with self._client.reading(path):
+            return bool(answer["success"])
 
     def counters(self) -> dict[str, Any]:
-        text = self._ask("get", "/metrics").text
+        text = str(self._client.get("/metrics"))
         found: dict[str, Any] = {name: 0.0 for name in _COUNTERS}
         per_position: dict[int, float] = {}
         for name, labels, value in re.findall(r"^vllm:spec_decode_num_(\w+)_total\{(.*)\} (\S+)$", text, re.MULTILINE):
@@ -196,30 +162,26 @@ class ServerConnection:
         return found | {"accepted_tokens_per_pos": [per_position[depth] for depth in sorted(per_position)]}
 
     def sleep(self) -> None:
-        self._ask("post", "/sleep", level=1)
+        self._client.post("/sleep?level=1")
 
     def wake(self, tags: list[str] | None = None) -> None:
-        self._ask("post", "/wake_up", **({"tags": tags} if tags else {}))
+        self._client.post("/wake_up?" + urlencode({"tags": tags or []}, doseq=True))
 
     def close(self) -> None:
-        self._session.close()
         if self.process is not None:
             self.process.close()
 
 
-class _Answered(ForerunError):
-    """The server answered with an error."""
-
-    def __init__(self, status: int, why: str, path: str) -> None:
-        super().__init__(f"the vLLM server answered {path} with {status}: {why}")
-        self.status, self.why = status, why
-
-
-def _requests() -> Any:
-    try:
-        import requests
-    except ImportError:
-        raise UsageError(
-            'a vLLM server is reached with `requests`: install it with `pip install "forerun[vllm]"`'
-        ) from None
-    return requests
+def _finished(request_id: str, answer: Any) -> Finished:
+    choice = answer["choices"][0]
+    content = (choice["logprobs"] or {}).get("content") or []
+    spec = (answer.get("metrics") or {}).get("speculative_decoding") or {}
+    return Finished(
+        id=request_id,
+        token_ids=list(choice["token_ids"] or []),
+        log_probs=[token["logprob"] for token in content],
+        finish_reason=choice["finish_reason"],
+        stop_reason=choice["stop_reason"],
+        accepted=spec.get("per_step_accepted"),
+        drafted=spec.get("per_step_drafted"),
+    )

@@ -1,4 +1,4 @@
-"""The process that vLLM runs in: another interpreter with other packages, started here and never outliving us."""
+"""A process of another interpreter with other packages, started here and never outliving us."""
 
 from __future__ import annotations
 
@@ -14,54 +14,49 @@ from pathlib import Path
 
 from forerun.errors import UsageError
 
-INSIDE = Path(__file__).with_name("inside")  # the only files of ours that vLLM's interpreter may import
-# An exception's last line, after what vLLM's loggers and torch put before it; pydantic's says what is wrong below it.
+# An exception's last line, after what loggers and torch put before it; pydantic's says what is wrong below it.
 _ERROR = re.compile(
     r"^(?:\(.*?\) )?(?:\w+ \d\d-\d\d [\d:]+ \[\S+\] )?(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)"
 )
 _STOP_S = 20.0
-# Not ours to hand on: where our packages lie, and leave for vLLM to unpickle what it is sent.
-_KEPT_BACK = ("PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "VLLM_ALLOW_INSECURE_SERIALIZATION")
+_LARGEST_LOG = 64 << 20
+# Not ours to hand on: where our packages lie.
+_KEPT_BACK = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VIRTUAL_ENV")
 
 
-class VLLMProcess:
-    """A script of `inside/` in the interpreter that has vLLM.
+class ChildProcess:
+    """A command that ends when its standard input does, with all processes that it starts.
 
     Args:
-        python: the interpreter.
-        script: the script's name.
-        arguments: its arguments.
-        environment: variables to add.
+        name: what runs in it, for messages: "vLLM" or "SGLang".
+        command: interpreter and arguments.
+        environment: all of its variables.
         pass_fds: descriptors that it inherits.
 
     Raises:
-        UsageError: there is no such interpreter, or vLLM cannot be imported in it.
+        UsageError: there is no such interpreter.
     """
 
     def __init__(
-        self,
-        python: str | Path,
-        script: str,
-        arguments: Sequence[str],
-        environment: Mapping[str, str] | None = None,
-        pass_fds: Sequence[int] = (),
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
     ) -> None:
-        self._log = tempfile.TemporaryFile("w+b", prefix="forerun-vllm-")  # noqa: SIM115 - closed in `close`
+        self.name = name
+        self._log = tempfile.TemporaryFile("w+b", prefix="forerun-")  # noqa: SIM115 - closed in `close`
         try:
             self._process = subprocess.Popen(
-                [str(Path(python).expanduser()), str(INSIDE / script), *arguments],
+                command,
                 stdin=subprocess.PIPE,  # held open: its end tells the process that we are gone
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
-                env=vllm_environment() | dict(environment or {}),
+                env=environment,
                 pass_fds=tuple(pass_fds),
                 start_new_session=True,  # a group of its own, to be ended as a whole
             )
         except OSError as error:
             self._log.close()
             raise UsageError(
-                f"cannot start vLLM's interpreter {python} ({error.strerror}): give the python of the environment that "
-                "vLLM is installed in"
+                f"cannot start {name}'s interpreter {command[0]} ({error.strerror}): give the python of the "
+                f"environment that {name} is installed in"
             ) from None
 
     @property
@@ -72,18 +67,21 @@ class VLLMProcess:
     def running(self) -> bool:
         return self._process.poll() is None
 
+    def ends_within(self, seconds: float) -> bool:
+        """Whether it has ended, or does so by itself within this time."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return not self.running
+
     def wait(self) -> None:
         """Until it has ended by itself, for as long as it takes to print its last lines."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_STOP_S)
+        self.ends_within(_STOP_S)
 
     def last_error(self) -> str:
         """The last line of its output that names an error; else the signal that ended it, or the last line of all."""
         if self._log.closed:
             return "it was closed"
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - 200_000))
-        lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in self._printed(200_000).decode(errors="replace").splitlines() if line.strip()]
         errors = []
         for number, line in enumerate(lines):
             if found := _ERROR.match(line):
@@ -95,6 +93,19 @@ class VLLMProcess:
         if not errors and code is not None and code < 0:
             errors = [f"it was killed by signal {-code}"]
         return " ".join((errors or lines or [f"exit code {code}"])[-1].split())
+
+    def keep_log(self) -> Path:
+        """Write what it printed to a file that stays; returns its path."""
+        handle, path = tempfile.mkstemp(prefix=f"forerun-{self.name.lower()}-", suffix=".log")
+        with os.fdopen(handle, "wb") as file:
+            file.write(self._printed(_LARGEST_LOG))
+        return Path(path)
+
+    def _printed(self, most: int) -> bytes:
+        """The last bytes of its output, `most` of them. Its place in the file is the process's own: it stays put."""
+        handle = self._log.fileno()
+        size = os.fstat(handle).st_size
+        return os.pread(handle, most, max(0, size - most))
 
     def close(self) -> None:
         """End it and everything that it started."""
@@ -109,12 +120,8 @@ class VLLMProcess:
         self._log.close()
 
 
-def vllm_environment() -> dict[str, str]:
-    """The environment variables that vLLM is started with: ours, less what would mix the two sets of packages."""
-    own = dict(os.environ) | {
-        "PYTHONPATH": str(INSIDE),  # by which vLLM's workers find the extension
-        "PYTHONNOUSERSITE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    return {name: value for name, value in own.items() if name not in _KEPT_BACK}
+def environment_without(unwanted: Sequence[str]) -> dict[str, str]:
+    """The variables for another interpreter: ours, less what would mix the two sets of packages and `unwanted`."""
+    left_out = {*_KEPT_BACK, *unwanted}
+    kept = {name: value for name, value in os.environ.items() if name not in left_out}
+    return kept | {"PYTHONNOUSERSITE": "1", "HF_HUB_OFFLINE": "1"}
