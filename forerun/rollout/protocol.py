@@ -171,6 +171,16 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def add(self, requests: Sequence[Request]) -> None:
+        """Give the running `generate` further requests; it returns when these have ended too, and their completions
+        behind the others. For `on_finish` and other threads.
+
+        Raises:
+            UsageError: as `generate`; or the id of a request that is running. None of them is added.
+            ForerunError: nothing is running (any more), or the engine is one that takes no request on the way.
+        """
+        ...
+
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests of the running `generate` as soon as can be, with what they have and finish_reason
         "abort". For `on_finish` and other threads; ids that are not running (any more) are passed over.

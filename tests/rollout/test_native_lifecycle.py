@@ -264,8 +264,8 @@ def test_the_cache_grows_on_demand_within_its_bound(monkeypatch: pytest.MonkeyPa
 
     def watch(name: str, tokens: list[int]) -> None:
         nonlocal most
-        if name == "r0" and engine._run is not None:
-            most = max(most, engine._run.scheduler.rows)
+        if name == "r0" and engine._call is not None:
+            most = max(most, engine._call.run.scheduler.rows)
 
     completions = engine.generate(greedy(rows, lengths), on_tokens=watch)
     assert [c.token_ids for c in completions] == plain

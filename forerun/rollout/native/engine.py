@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -31,6 +32,27 @@ from forerun.rollout.sync import check_complete, digest
 from forerun.speculative.depth_control import AdaptiveDepth, DepthControl, FixedDepth
 
 OnTokens = Callable[[str, list[int]], None]
+
+
+@dataclass
+class _Call:
+    """A call of `generate` that runs.
+
+    Attributes:
+        count: requests so far.
+        unfinished: ids of those that have not ended.
+        prompt_keys: a number for each prompt.
+    """
+
+    run: Run
+    count: int = 0
+    unfinished: set[str] = field(default_factory=set)
+    prompt_keys: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def add(self, sequences: Sequence[Running]) -> None:
+        self.count += len(sequences)
+        self.unfinished.update(sequence.request.request_id for sequence in sequences)
+        self.run.add(sequences)
 
 
 class NativeEngine:
@@ -82,7 +104,8 @@ class NativeEngine:
         self._asleep = False
         self._adaptive: AdaptiveDepth | None = None
         self._totals = SpeculationTotals()
-        self._run: Run | None = None
+        self._call: _Call | None = None
+        self._joining = threading.Lock()  # no request joins a call that ends at this moment
         self._stepping = threading.RLock()  # held during a step, and by what may not happen during one
 
     @classmethod
@@ -172,19 +195,15 @@ class NativeEngine:
         """
         if self._asleep:
             raise ForerunError("the rollout engine sleeps: call wake() before generate()")
-        if self._run is not None:
+        if self._call is not None:
             raise ForerunError("the rollout engine is generating: give it all requests in one call, or wait")
-        check_requests(requests, self.max_model_len, self.runner.vocab_size)
-        check_stop_strings(requests, self.tokenizer is not None)
         depth = self._depth(requests)
-        limits = [min(len(r.prompt_token_ids) + r.sampling.max_tokens, self.max_model_len) for r in requests]
         overhead, max_tokens = self._cache_bounds()
-        check_memory(requests, limits, depth + overhead, max_tokens)
+        limits = self._check(requests, depth, overhead, max_tokens)
         if not requests:
             return []
-        run = self._run = Run(
+        run = Run(
             self.runner,
-            self._sequences(requests, limits, depth),
             rule=self.acceptance,
             control=self._control(depth),
             max_depth=depth,
@@ -194,33 +213,66 @@ class NativeEngine:
             prefill_chunk_size=self.prefill_chunk_size,
             totals=self._totals,
         )
+        call = _Call(run)
+        call.add(self._sequences(requests, limits, call))
+        self._call = call
         try:
-            return self._complete(run, len(requests), on_finish, on_tokens)
+            return self._complete(call, on_finish, on_tokens)
         finally:
-            self._run = None
+            self._call = None
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """See `RolloutEngine.add`. They are admitted after those that wait already."""
+        with self._joining:
+            call = self._call
+            if call is None:
+                raise ForerunError("the rollout engine is not generating: give these requests to generate()")
+            run = call.run
+            self._depth(requests, run.max_depth)
+            for request in requests:
+                if request.request_id in call.unfinished:
+                    raise UsageError(f"a request with the id {request.request_id!r} is running: ids must differ")
+            limits = self._check(requests, run.max_depth, run.scheduler.overhead, run.scheduler.max_tokens)
+            call.add(self._sequences(requests, limits, call))
+
+    def _check(self, requests: Sequence[Request], depth: int, overhead: int, max_tokens: int) -> list[int]:
+        """The length, prompt included, that each may come to have; refuses what cannot be run."""
+        check_requests(requests, self.max_model_len, self.runner.vocab_size)
+        check_stop_strings(requests, self.tokenizer is not None)
+        limits = [min(len(r.prompt_token_ids) + r.sampling.max_tokens, self.max_model_len) for r in requests]
+        check_memory(requests, limits, depth + overhead, max_tokens)
+        return limits
 
     def _complete(
-        self, run: Run, count: int, on_finish: Callable[[Completion], None] | None, on_tokens: OnTokens | None
+        self, call: _Call, on_finish: Callable[[Completion], None] | None, on_tokens: OnTokens | None
     ) -> list[Completion]:
+        run = call.run
         completions: dict[int, Completion] = {}
-        told = [0] * count
-        while run.unfinished:
+        told: dict[int, int] = {}
+        while True:
+            with self._joining:
+                if not call.unfinished:
+                    self._call = None
+                    break
             with self._stepping:
                 finished = run.step(self.weight_version)
             if on_tokens is not None:
                 for sequence in (*run.scheduler.decoding, *finished):
-                    new = sequence.token_ids[told[sequence.index] :]
-                    told[sequence.index] += len(new)
-                    if new:
+                    before = told.get(sequence.index, 0)
+                    if new := sequence.token_ids[before:]:
+                        told[sequence.index] = before + len(new)
                         on_tokens(sequence.request.request_id, new)
+            call.unfinished.difference_update(sequence.request.request_id for sequence in finished)
             for sequence in finished:
                 completions[sequence.index] = completion = sequence.completion()
                 if on_finish is not None:
                     on_finish(completion)
-        return [completions[i] for i in range(count)]
+        return [completions[i] for i in range(call.count)]
 
-    def _depth(self, requests: Sequence[Request]) -> int:
-        depth = self.num_speculative_tokens
+    def _depth(self, requests: Sequence[Request], depth: int | None = None) -> int:
+        """Most drafts per step of a call with these requests; a call that runs has its `depth`."""
+        if depth is None:
+            depth = self.num_speculative_tokens
         if depth < 0:
             raise UsageError(f"num_speculative_tokens={depth} must not be negative (0 switches drafting off)")
         if self.runner.drafter is None or depth == 0:
@@ -253,10 +305,10 @@ class NativeEngine:
         held = 0 if cache is None else cache.rows * (cache.capacity + overhead)
         return overhead, held + default_cache_bytes(self.runner.device) // per_token
 
-    def _sequences(self, requests: Sequence[Request], limits: Sequence[int], depth: int) -> list[Running]:
-        keys: dict[tuple[int, ...], int] = {}
+    def _sequences(self, requests: Sequence[Request], limits: Sequence[int], call: _Call) -> list[Running]:
+        depth, keys = call.run.max_depth, call.prompt_keys
         sequences = []
-        for index, (request, limit) in enumerate(zip(requests, limits, strict=True)):
+        for index, (request, limit) in enumerate(zip(requests, limits, strict=True), start=call.count):
             sampling = request.sampling
             seed = sampling.seed
             if seed is None:
@@ -272,9 +324,9 @@ class NativeEngine:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """See `RolloutEngine.abort`. They end after the step that is running."""
-        run = self._run
-        if run is not None:
-            run.abort(request_ids)
+        call = self._call
+        if call is not None:
+            call.run.abort(request_ids)
 
     def speculation_totals(self) -> SpeculationTotals:
         """See `RolloutEngine.speculation_totals`."""
@@ -311,7 +363,7 @@ class NativeEngine:
         Raises:
             ForerunError: the engine is generating.
         """
-        if self._run is not None:
+        if self._call is not None:
             raise ForerunError("the rollout engine is generating: abort its requests before sleep()")
         self.runner.release()
         self._asleep = True

@@ -28,7 +28,6 @@ class Run:
 
     Args:
         runner: the model.
-        sequences: what to run, in the order of admission.
         rule: acceptance rule.
         control: chooses the drafts per row and step.
         max_depth: most of them; 0 for no drafting at all.
@@ -42,7 +41,6 @@ class Run:
     def __init__(
         self,
         runner: ModelRunner,
-        sequences: Sequence[Running],
         *,
         rule: AcceptanceRule,
         control: DepthControl,
@@ -57,31 +55,34 @@ class Run:
         self.rule = rule
         self.control = control
         self.max_depth = max_depth
-        self.max_rows = min(max_rows, len(sequences))
         self.totals = totals
         # Rows near their end are padded to the deepest row's drafts, so positions can pass the limit by `max_depth`.
-        self.scheduler = Scheduler(sequences, self.max_rows, max_tokens, max_depth, overhead)
+        self.scheduler = Scheduler(max_rows, max_tokens, max_depth, overhead)
         self.prefill = Prefill(runner, self.scheduler, prefill_chunk_size, drafts=max_depth > 0)
         self.pending = PendingHiddens(runner, prefill_chunk_size) if max_depth else None
         self.sampler: Sampler | None = None
         self.drafting = max_depth > 0  # as of the last step: whether prompts had better be fed to the drafter at once
-        self._aborted: deque[str] = deque()
+        self._asked: deque[Running | str] = deque()  # one to add or the id of one to abort, in the order of the calls
         self.runner.tune()
 
-    @property
-    def unfinished(self) -> bool:
-        return self.scheduler.unfinished
+    def add(self, sequences: Iterable[Running]) -> None:
+        """Let these wait from the next step on, behind those that wait already. For any thread."""
+        self._asked.extend(sequences)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these at the next step. For any thread."""
-        self._aborted.extend(request_ids)
+        self._asked.extend(request_ids)
 
     def step(self, weight_version: int) -> list[Running]:
         """One step of every row; returns the sequences that finished."""
-        finished = []
-        if self._aborted:
-            wanted = {self._aborted.popleft() for _ in range(len(self._aborted))}
-            finished += self.scheduler.abort(wanted) + self._retire()
+        finished: list[Running] = []
+        if self._asked:
+            for asked in [self._asked.popleft() for _ in range(len(self._asked))]:
+                if isinstance(asked, Running):
+                    self.scheduler.waiting.append(asked)
+                else:
+                    finished += self.scheduler.abort({asked})
+            finished += self._retire()
         self._admit()
         if self.scheduler.prefilling:
             self._prefill(weight_version)
@@ -110,7 +111,7 @@ class Run:
             scheduler.rows,
             needed,
             scheduler.longest,
-            self.max_rows,
+            scheduler.expected_rows,
             scheduler.max_tokens,
             scheduler.overhead,
         )

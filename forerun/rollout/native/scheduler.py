@@ -8,7 +8,6 @@ these, only the first can hold anything yet.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,15 +41,14 @@ class Scheduler:
     """Waiting, prefilling and decoding sequences; decoding[r] holds cache row r, prefilling[i] row len(decoding) + i.
 
     Args:
-        sequences: in the order of admission.
         max_rows: how many can run at once.
         max_tokens: positions that the cache can have, all rows together.
         slack: positions that a row may need beyond its limit.
         overhead: what a row takes besides, however long it is, in positions.
     """
 
-    def __init__(self, sequences: Sequence[Running], max_rows: int, max_tokens: int, slack: int, overhead: int) -> None:
-        self.waiting = deque(sequences)
+    def __init__(self, max_rows: int, max_tokens: int, slack: int, overhead: int) -> None:
+        self.waiting: deque[Running] = deque()  # in the order of admission
         self.prefilling: list[Running] = []
         self.decoding: list[Running] = []
         self.max_rows = max_rows
@@ -63,13 +61,14 @@ class Scheduler:
         return len(self.decoding) + len(self.prefilling)
 
     @property
+    def expected_rows(self) -> int:
+        """Rows that what is here can come to take."""
+        return min(self.max_rows, self.rows + len(self.waiting))
+
+    @property
     def longest(self) -> int:
         """Positions that the longest admitted sequence can come to need."""
         return max((s.limit for s in (*self.decoding, *self.prefilling)), default=0) + self.slack
-
-    @property
-    def unfinished(self) -> bool:
-        return bool(self.waiting or self.prefilling or self.decoding)
 
     def admit(self) -> None:
         """Let waiting sequences in while there is a row and, once all have grown to their limits, memory for them."""

@@ -175,17 +175,15 @@ class SGLangEngine:
             ForerunError: the engine sleeps, lacks a whole set of weights, or the server failed.
         """
         self._check_usable()
-        check_requests(requests, self.facts.context_length, self.vocab_size)
-        for request in requests:
-            if (reason := why_not(request.sampling, self.facts, self.ends)) is not None:
-                raise UsageError(f"request {request.request_id!r} asks for {reason}")
+        self._check(requests)
         if not self._busy.acquire(blocking=False):
             raise ForerunError("the SGLang engine is generating or being updated already: wait for that to end")
         completions: dict[int, Completion] = {}
         try:
             seeds = [self._seed(request) for request in requests]
-            self._run = Run(self.client, self.facts, requests, seeds, self.weight_version, self._max_connections)
-            with closing(self._run.finished()) as finished:
+            run = Run(self.client, self.facts, requests, seeds, self.weight_version, self._max_connections)
+            self._run = run
+            with closing(run.finished()) as finished:
                 for index, completion in finished:
                     completions[index] = completion
                     if self._totals is not None and not add_to_totals(self._totals, completion):
@@ -195,7 +193,20 @@ class SGLangEngine:
         finally:
             self._run = None
             self._busy.release()
-        return [completions[i] for i in range(len(requests))]
+        return [completions[i] for i in range(len(run.requests))]
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """See `RolloutEngine.add`."""
+        self._check(requests)
+        run = self._run
+        if run is None or not run.add(requests, [self._seed(request) for request in requests]):
+            raise ForerunError("the SGLang engine is not generating: give these requests to generate()")
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        check_requests(requests, self.facts.context_length, self.vocab_size)
+        for request in requests:
+            if (reason := why_not(request.sampling, self.facts, self.ends)) is not None:
+                raise UsageError(f"request {request.request_id!r} asks for {reason}")
 
     def _seed(self, request: Request) -> int | None:
         """Where seeds are obeyed, SGLang gives all requests without one the same."""

@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
-from forerun.errors import ForerunError
+from forerun.errors import ForerunError, UsageError
 from forerun.rollout.client import Client
 from forerun.rollout.protocol import Completion, Request
 from forerun.rollout.sglang.completion import aborted, to_completion
@@ -42,15 +42,43 @@ class Run:
         max_connections: int,
     ) -> None:
         self.client, self.facts, self.version = client, facts, version
-        self.requests = list(requests)
-        self.seeds = list(seeds)
-        self.workers = max(1, min(len(requests), max_connections))
+        self.requests: list[Request] = []
+        self.seeds: list[int | None] = []
         # SGLang aborts every request whose id *begins with* the given one: ids of equal length, and of this run alone.
-        run = uuid.uuid4().hex
-        self.rids = {request.request_id: f"{run}-{i:09d}" for i, request in enumerate(requests)}
+        self._name = uuid.uuid4().hex
+        self.rids: dict[str, str] = {}
         self._aborting: set[str] = set()
-        self._ended: set[str] = set()
+        self._running: set[str] = set()
         self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(max_connections, thread_name_prefix="sglang")
+        self._indices: dict[Future[Completion], int] = {}
+        self._pending: set[Future[Completion]] = set()
+        self._over = False
+        self.add(requests, seeds)
+
+    def add(self, requests: Sequence[Request], seeds: Sequence[int | None]) -> bool:
+        """Run these too; False where the run is over. For any thread.
+
+        Raises:
+            UsageError: the id of a request that runs; none is added.
+        """
+        with self._lock:
+            for request in requests:
+                if request.request_id in self._running:
+                    raise UsageError(f"a request with the id {request.request_id!r} is running: ids must differ")
+            if self._over:
+                return False
+            for request, seed in zip(requests, seeds, strict=True):
+                index = len(self.requests)
+                self.requests.append(request)
+                self.seeds.append(seed)
+                self.rids[request.request_id] = f"{self._name}-{index:09d}"
+                self._running.add(request.request_id)
+                self._aborting.discard(request.request_id)  # of an earlier one by that name
+                future = self._pool.submit(self._complete, index)
+                self._indices[future] = index
+                self._pending.add(future)
+            return True
 
     def finished(self) -> Generator[tuple[int, Completion], None, None]:
         """Run to the end; yields (index of the request, completion) as they end.
@@ -58,19 +86,29 @@ class Run:
         Raises:
             ForerunError: the server refused a request or is gone; the others are aborted.
         """
-        with ThreadPoolExecutor(self.workers, thread_name_prefix="sglang") as pool:
-            indices = {pool.submit(self._complete, i): i for i in range(len(self.requests))}
-            pending: set[Future[Completion]] = set(indices)
+        with self._pool:
             try:
-                while pending:
-                    done, pending = wait(pending, timeout=_ABORT_AGAIN_S, return_when=FIRST_COMPLETED)
-                    for future in sorted(done, key=indices.__getitem__):
-                        yield indices[future], future.result()
+                while pending := self._left():
+                    done, _ = wait(pending, timeout=_ABORT_AGAIN_S, return_when=FIRST_COMPLETED)
+                    for future in sorted(done, key=self._indices.__getitem__):
+                        completion = future.result()
+                        with self._lock:
+                            self._pending.remove(future)
+                        yield self._indices[future], completion
                     self._send_aborts()
             finally:  # after an error, here or in the caller's `on_finish`, nothing must go on running
+                with self._lock:
+                    self._over = True
+                    pending = self._pending
                 while pending:
                     self.abort(self.rids)
                     _, pending = wait(pending, timeout=_ABORT_AGAIN_S)
+
+    def _left(self) -> set[Future[Completion]]:
+        """What has not been handed out; once there is nothing, nothing can be added."""
+        with self._lock:
+            self._over = not self._pending
+            return set(self._pending)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """See `RolloutEngine.abort`."""
@@ -80,7 +118,7 @@ class Run:
 
     def _send_aborts(self) -> None:
         with self._lock:
-            running = self._aborting - self._ended
+            running = self._aborting & self._running
         for request_id in running:
             with suppress(ForerunError):  # a server that is gone shows in the request itself
                 self.client.post("/abort_request", {"rid": self.rids[request_id]}, timeout_s=10)
@@ -95,7 +133,7 @@ class Run:
             return to_completion(request, answer, self.facts, self.version)
         finally:
             with self._lock:
-                self._ended.add(request.request_id)
+                self._running.discard(request.request_id)
 
     def _body(self, index: int) -> dict[str, Any]:
         request = self.requests[index]

@@ -41,6 +41,10 @@ class Connection(Protocol):
         """
         ...
 
+    def add(self, requests: Sequence[Asked]) -> bool:
+        """Run these in the `generate` that runs, from any thread; False where none does (any more)."""
+        ...
+
     def abort(self, ids: Iterable[str]) -> None:
         """End these as "abort"; from any thread."""
         ...

@@ -57,8 +57,10 @@ class VLLMEngine:
         self._bucket_bytes = bucket_bytes
         self._beyond = [0] * self._depth
         self._asleep = False
-        self._running: set[str] = set()
+        self._asked: list[Request] = []
+        self._running: dict[str, int] = {}  # id -> its place among those
         self._busy = threading.Lock()
+        self._joining = threading.Lock()
 
     @classmethod
     def launch(cls, model_dir: str | Path, settings: LaunchSettings, bucket_bytes: int = BUCKET_BYTES) -> VLLMEngine:
@@ -134,31 +136,54 @@ class VLLMEngine:
         if self._asleep:
             raise ForerunError("the rollout engine sleeps: call wake() before generate()")
         self._refuse_mixed_weights()
-        check_requests(requests, self.max_model_len, self._vocab_size)
-        for request in requests:
-            check_sampling(request, speculative=self._depth > 0, has_tokenizer=self._has_tokenizer)
+        self._check(requests)
         if not requests:
             return []
         if not self._busy.acquire(blocking=False):
             raise ForerunError("the vLLM engine is generating already: one call at a time")
         try:
-            asked = {request.request_id: request for request in requests}
-            self._running = set(asked)
-            completions: dict[str, Completion] = {}
+            with self._joining:
+                self._asked = list(requests)
+                self._running = {request.request_id: place for place, request in enumerate(requests)}
+            completions: dict[int, Completion] = {}
 
             def finish(finished: Finished) -> None:
-                self._running.discard(finished["id"])
-                completions[finished["id"]] = made = self._completion(asked[finished["id"]], finished)
+                with self._joining:
+                    place = self._running.pop(finished["id"])
+                completions[place] = made = self._completion(self._asked[place], finished)
                 if on_finish is not None:
                     on_finish(made)
 
-            self._connection.generate([self._asked(request) for request in requests], finish)
-            return [completions[request.request_id] for request in requests]
+            self._connection.generate([self._in_vllms_terms(request) for request in requests], finish)
+            return [completions[place] for place in range(len(self._asked))]
         finally:
-            self._running = set()
+            with self._joining:
+                self._asked, self._running = [], {}
             self._busy.release()
 
-    def _asked(self, request: Request) -> Asked:
+    def add(self, requests: Sequence[Request]) -> None:
+        """See `RolloutEngine.add`. What vLLM alone finds unusable, `generate` raises when all others have ended."""
+        self._check(requests)
+        with self._joining:
+            for request in requests:
+                if request.request_id in self._running:
+                    raise UsageError(f"a request with the id {request.request_id!r} is running: ids must differ")
+            # Noted before one of them can end.
+            first = len(self._asked)
+            self._asked += requests
+            self._running.update({request.request_id: place for place, request in enumerate(requests, start=first)})
+            if not self._connection.add([self._in_vllms_terms(request) for request in requests]):
+                del self._asked[first:]
+                for request in requests:
+                    del self._running[request.request_id]
+                raise ForerunError("the vLLM engine is not generating: give these requests to generate()")
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        check_requests(requests, self.max_model_len, self._vocab_size)
+        for request in requests:
+            check_sampling(request, speculative=self._depth > 0, has_tokenizer=self._has_tokenizer)
+
+    def _in_vllms_terms(self, request: Request) -> Asked:
         return {
             "id": request.request_id,
             "token_ids": list(request.prompt_token_ids),

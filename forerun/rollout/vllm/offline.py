@@ -49,7 +49,10 @@ class OfflineConnection:
                 raise
         self._lines = self._socket.makefile("r", encoding="utf-8")
         self._sending = threading.Lock()
-        self._generating = False
+        self._joining = threading.Lock()
+        # Of the `generate` that runs and of what was added to it: ids, and messages that have no last answer yet.
+        self._names: list[str] = []
+        self._open = 0
         try:
             self._send({"engine": dict(arguments)})
             self._receive()
@@ -88,29 +91,54 @@ class OfflineConnection:
         return _Ended(f"the vLLM process has ended: {self.process.last_error()}")
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        if self._generating:
+        if self._open:
             raise ForerunError(f"vLLM is generating: {name} has to wait until generate has returned")
         self._send({"call": name, "arguments": arguments})
         return self._receive()["value"]
 
     def generate(self, requests: Sequence[Asked], on_finish: Callable[[Finished], None]) -> None:
-        self._generating = True
+        self._names, self._open = [], 1
+        self._ask("generate", requests)
+        refused: str | None = None
         try:
-            self._send({"call": "generate", "arguments": [requests]})
-            while "finished" in (answer := self._receive()):
-                on_finish(answer["finished"])
+            while self._open:
+                answer = self._receive()
+                if "finished" in answer:
+                    on_finish(answer["finished"])
+                else:
+                    refused = refused or answer.get("refused")
+                    self._close_one()
         except _Ended:
             raise
         except BaseException:
             # The caller failed, or was interrupted: nothing of this run may be left on the line.
-            self.abort(request["id"] for request in requests)
-            while "finished" in self._receive():
-                pass
+            while self._open:
+                self.abort(self._names)
+                while "finished" in self._receive():
+                    pass
+                self._close_one()
             raise
         finally:
-            self._generating = False
-        if "refused" in answer:
-            raise UsageError(answer["refused"])
+            with self._joining:
+                self._open = 0
+        if refused is not None:
+            raise UsageError(refused)
+
+    def add(self, requests: Sequence[Asked]) -> bool:
+        with self._joining:
+            if not self._open:
+                return False
+            self._open += 1
+            self._ask("add", requests)
+            return True
+
+    def _ask(self, call: str, requests: Sequence[Asked]) -> None:
+        self._names += [request["id"] for request in requests]
+        self._send({"call": call, "arguments": [requests]})
+
+    def _close_one(self) -> None:
+        with self._joining:
+            self._open -= 1
 
     def abort(self, ids: Iterable[str]) -> None:
         self._send({"call": "abort", "arguments": [list(ids)]})

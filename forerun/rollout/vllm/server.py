@@ -11,6 +11,7 @@ import contextlib
 import json
 import queue
 import re
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,25 +85,46 @@ class ServerConnection:
         self.process = process
         self._client = Client("vLLM", self.base_url, process=process)
         self._name, self._run = uuid.uuid4().hex, 0
+        self._left = 0  # requests of the `generate` that runs
+        self._joining = threading.Lock()
         self._client.get("/health")
 
     def generate(self, requests: Sequence[Asked], on_finish: Callable[[Finished], None]) -> None:
         self._run += 1  # an abort that comes late must not meet a later request of the same name
-        ended: queue.SimpleQueue[Finished | Exception] = queue.SimpleQueue()
-        with ThreadPoolExecutor(min(len(requests), _CONNECTIONS)) as pool:
-            for request in requests:
-                pool.submit(self._complete, request, ended)
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            self._pool = pool
+            self._names: list[str] = []
+            self._ended: queue.SimpleQueue[Finished | Exception] = queue.SimpleQueue()
+            with self._joining:
+                self._start(requests)
             try:
-                for _ in requests:
-                    answer = ended.get()
+                while self._left:
+                    answer = self._ended.get()
                     if isinstance(answer, Exception):
                         raise answer
                     on_finish(answer)
+                    with self._joining:
+                        self._left -= 1
             except BaseException:
+                with self._joining:
+                    self._left = 0
                 pool.shutdown(wait=False, cancel_futures=True)
                 with contextlib.suppress(ForerunError):  # the failure that led here says more
-                    self.abort(request["id"] for request in requests)
+                    self.abort(self._names)
                 raise
+
+    def add(self, requests: Sequence[Asked]) -> bool:
+        with self._joining:
+            if not self._left:
+                return False
+            self._start(requests)
+            return True
+
+    def _start(self, requests: Sequence[Asked]) -> None:
+        self._left += len(requests)
+        self._names += [request["id"] for request in requests]
+        for request in requests:
+            self._pool.submit(self._complete, request, self._ended)
 
     def _complete(self, request: Asked, ended: queue.SimpleQueue[Finished | Exception]) -> None:
         body = {

@@ -35,6 +35,7 @@ Capability = Literal[
     "stop strings",
     "digest",
     "sleep",
+    "add",  # requests join a call of `generate` that runs
 ]
 
 

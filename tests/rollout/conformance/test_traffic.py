@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from forerun.errors import UsageError
+from forerun.errors import ForerunError, UsageError
 from forerun.rollout.protocol import Completion, Request, SamplingParams
 from tests.rollout.conformance.subjects import Subject, requests, texts
 
@@ -78,6 +78,73 @@ def test_an_abort_meets_who_runs_and_nobody_later(subject: Subject) -> None:
     assert [c.finish_reason for c in done] == ["length"] * 3
     if "seeds" not in subject.lacks:
         assert texts(done) == whole
+
+
+def test_requests_that_join_a_running_call_are_completed_like_the_others(subject: Subject) -> None:
+    subject.require("add")
+    asked = [replace(r, sampling=replace(r.sampling, max_tokens=2 + 3 * i)) for i, r in enumerate(mixed(subject)[:24])]
+    whole = {c.request_id: c for c in subject.engine.generate(asked)}
+    later = iter([asked[i : i + 3] for i in range(6, 24, 3)])
+    finished: Counter[str] = Counter()
+
+    def note(completion: Completion) -> None:
+        finished[completion.request_id] += 1
+        if (further := next(later, None)) is not None:
+            subject.engine.add(further)
+
+    done = subject.engine.generate(asked[:6], on_finish=note)
+    assert [c.request_id for c in done] == [request.request_id for request in asked]
+    assert finished == Counter(request.request_id for request in asked)
+    for request, c in zip(asked, done, strict=True):
+        assert (len(c.token_ids), c.finish_reason) == (request.sampling.max_tokens, "length")
+        if "seeds" not in subject.lacks:
+            assert c.token_ids == whole[c.request_id].token_ids
+
+
+def test_requests_join_from_another_thread_until_the_call_ends(subject: Subject) -> None:
+    subject.require("add")
+    asked = mixed(subject)
+    refused: list[Request] = []
+    taken: list[Request] = []
+    started = threading.Event()
+
+    def join() -> None:
+        started.wait()
+        for request in asked[20:]:
+            try:
+                subject.engine.add([request])
+            except ForerunError:
+                refused.append(request)
+            else:
+                taken.append(request)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    done = subject.engine.generate(asked[:20], on_finish=lambda _: started.set())
+    thread.join()
+    # Each was either refused or completed, whenever the call ended.
+    assert [c.request_id for c in done] == [request.request_id for request in asked[:20] + taken]
+    assert taken + refused == asked[20:] and taken
+    assert all(len(c.token_ids) == r.sampling.max_tokens for r, c in zip(asked[:20] + taken, done, strict=True))
+
+
+def test_what_cannot_join_is_refused_and_those_that_run_go_on(subject: Subject) -> None:
+    subject.require("add")
+    with pytest.raises(ForerunError, match="not generating"):
+        subject.engine.add(requests(subject.prompts(1)))
+    asked = requests(subject.prompts(3), seed=1, max_tokens=6)
+    asked[0] = replace(asked[0], sampling=replace(asked[0].sampling, max_tokens=2))
+    refusals: list[str] = []
+
+    def add_unusable(_: Completion) -> None:
+        for bad in (Request("empty", []), asked[2]):
+            with pytest.raises(UsageError, match=bad.request_id) as caught:
+                subject.engine.add([Request("fine", [3]), bad])
+            refusals.append(str(caught.value))
+
+    done = subject.engine.generate(asked, on_finish=lambda c: add_unusable(c) if c.request_id == "r0" else None)
+    assert [(c.request_id, len(c.token_ids)) for c in done] == [("r0", 2), ("r1", 6), ("r2", 6)]
+    assert len(refusals) == 2 and "\n" not in "".join(refusals)
 
 
 @pytest.mark.parametrize("fault", ["empty", "long", "twice", "unknown word"])

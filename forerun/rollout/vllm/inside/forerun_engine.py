@@ -68,14 +68,7 @@ class Offline:
         self._abort(ids)
 
     def call_generate(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
-        for request in requests:
-            try:
-                params = SamplingParams(**request["sampling_params"])
-                self.engine.add_request(request["id"], {"prompt_token_ids": request["token_ids"]}, params)
-            except ValueError as error:
-                self.engine.abort_request([other["id"] for other in requests])
-                return {"refused": f"request {request['id']!r}: {' '.join(str(error).split())}"}
-        self.latest = {request["id"]: None for request in requests}
+        answer = self._start(requests)
         while self.latest:
             for output in self.engine.step():
                 if output.request_id in self.latest:
@@ -84,8 +77,25 @@ class Offline:
                         self._finish(output.request_id, output.outputs[0].finish_reason)
             while not self.inbox.empty():
                 call = self.inbox.get()
-                assert call["call"] == "abort", call
-                self._abort(*call["arguments"])
+                if call["call"] == "add":
+                    self.send(self._start(*call["arguments"]))
+                else:
+                    assert call["call"] == "abort", call
+                    self._abort(*call["arguments"])
+        return answer
+
+    call_add = call_generate  # it came when everything before it had ended
+
+    def _start(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
+        """Let these run; the answer that says so, or that one is refused and none runs."""
+        for request in requests:
+            try:
+                params = SamplingParams(**request["sampling_params"])
+                self.engine.add_request(request["id"], {"prompt_token_ids": request["token_ids"]}, params)
+            except ValueError as error:
+                self.engine.abort_request([other["id"] for other in requests])
+                return {"refused": f"request {request['id']!r}: {' '.join(str(error).split())}"}
+        self.latest |= {request["id"]: None for request in requests}
         return {"value": None}
 
     def _abort(self, ids: list[str]) -> None:

@@ -5,6 +5,8 @@ Then come calls {"call": name, "arguments": [...]} with one answer each, {"value
 
 - {"call": "generate", "arguments": [requests]} is answered when all have ended; before that, each one that ends is sent
   as {"finished": ...}. A request that vLLM refuses is answered with {"refused": one line}, and none is run.
+- {"call": "add", "arguments": [requests]} is answered at once while requests run, and they run too; when none do (any
+  more), it is as "generate".
 - {"call": "abort", "arguments": [ids]} has no answer: the requests end as "abort".
 
 When the socket closes, this process and all that it started end at once.
