@@ -1,0 +1,92 @@
+"""Parts of megatron-core's layers that Forerun supplies or mends, where its own need Transformer Engine or are wrong.
+
+Nothing of megatron-core is patched: these go through its layer specs, or change modules after they are built.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+
+class ParallelRMSNorm:
+    """torch's RMSNorm as a norm of megatron-core's specs, also where positions are divided over ranks.
+
+    Megatron-core's `WrappedTorchNorm` refuses sequence parallelism; it sums the gradients of parameters with this mark.
+    """
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        norm: Any = nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
+        norm.weight.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+class _SumGradients(torch.autograd.Function):
+    """The tensor itself; in backward the sum over ranks. (Megatron-core's skips gradients that are not contiguous.)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class LatentDownProjection(ColumnParallelLinear):
+    """The projection to the latents of keys and values and to the keys' rotary part, whole on every rank.
+
+    Megatron-core splits it over tensor-parallel ranks, and then gives the rotary part, which all heads share, the
+    gradient of a rank's own heads only. With a whole output its layer takes the path of an unsplit projection.
+
+    Attributes:
+        latent_size: the latents' part of the output; the rotary part follows.
+    """
+
+    latent_size: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        out, bias = super().forward(*args, **kwargs)
+        whole = gather_from_tensor_model_parallel_region(out, group=self.tp_group)
+        if self.sequence_parallel:
+            # The layer gathers the rotary part itself, and sums its gradient on the way back.
+            return scatter_to_sequence_parallel_region(whole, group=self.tp_group), bias
+        latent, rotary = whole.split([self.latent_size, whole.shape[-1] - self.latent_size], dim=-1)
+        return torch.cat([latent, _SumGradients.apply(rotary, self.tp_group)], dim=-1), bias
+
+
+def mend_latent_attention(model: nn.Module) -> None:
+    """Change the layers of a built chunk that hold a split projection to latents, in place."""
+    for module in model.modules():
+        down: Any = getattr(module, "linear_kv_down_proj", None)
+        if type(down) is ColumnParallelLinear and down.tp_group.size() > 1:
+            down.__class__ = LatentDownProjection
+            down.latent_size = down.config.kv_lora_rank
+
+
+def read_before_norm(reader: nn.Module, norm: Any, *, isolated: bool) -> None:
+    """Let `reader`, an RMS norm that is given what `norm` put out, see what went in, up to a factor per position.
+
+    A norm does not see that factor (epsilons apart), so dividing by the weight is all there is to undo
+    (`forerun.models.trunk.UndoNorm`).
+
+    Args:
+        isolated: no gradient to the weight; the hidden comes without one, too.
+    """
+
+    def undo(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        weight = norm.weight.detach() if isolated else norm.weight
+        return (args[0] / weight, *args[1:])
+
+    reader.register_forward_pre_hook(undo)
