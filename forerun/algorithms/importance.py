@@ -60,11 +60,14 @@ def importance_weights(
 
 @dataclass
 class LogProbGap:
-    """How far the rollout's log-probs are from the trainer's; sums, so that parts of a batch can be merged."""
+    """How far the rollout's log-probs are from the trainer's: sums over tokens, and one maximum.
 
-    num_tokens: int = 0
+    Those of a batch's parts add up to the batch's (`abs_max`: the largest of them).
+    """
+
+    num_tokens: float = 0
     sum_abs: float = 0.0
-    max_abs: float = 0.0
+    abs_max: float = 0.0
     sum_kl: float = 0.0
 
     @classmethod
@@ -77,20 +80,12 @@ class LogProbGap:
         kl = difference.exp() - 1 - difference
         return cls(difference.numel(), float(difference.abs().sum()), float(difference.abs().max()), float(kl.sum()))
 
-    def __add__(self, other: LogProbGap) -> LogProbGap:
-        return LogProbGap(
-            self.num_tokens + other.num_tokens,
-            self.sum_abs + other.sum_abs,
-            max(self.max_abs, other.max_abs),
-            self.sum_kl + other.sum_kl,
-        )
-
     def compute(self) -> dict[str, float | None]:
         """Mean and largest absolute difference in nats, and the KL estimate; None where no token was measured."""
         if not self.num_tokens:
             return {"log_prob_gap_mean": None, "log_prob_gap_max": None, "rollout_kl": None}
         return {
             "log_prob_gap_mean": self.sum_abs / self.num_tokens,
-            "log_prob_gap_max": self.max_abs,
+            "log_prob_gap_max": self.abs_max,
             "rollout_kl": self.sum_kl / self.num_tokens,
         }

@@ -12,7 +12,7 @@ from forerun.algorithms.sequences import over_sequences
 
 @dataclass
 class PolicyStats:
-    """Masked sums over tokens; parts of a batch add up.
+    """Masked sums over tokens; those of a batch's parts add up to the batch's.
 
     Attributes:
         num_tokens: tokens counted.
@@ -22,20 +22,11 @@ class PolicyStats:
         sum_ratio: sum of pi_new / pi_old.
     """
 
-    num_tokens: int = 0
-    clipped: int = 0
-    clipped_lower: int = 0
+    num_tokens: float = 0
+    clipped: float = 0
+    clipped_lower: float = 0
     sum_kl: float = 0.0
     sum_ratio: float = 0.0
-
-    def __add__(self, other: PolicyStats) -> PolicyStats:
-        return PolicyStats(
-            self.num_tokens + other.num_tokens,
-            self.clipped + other.clipped,
-            self.clipped_lower + other.clipped_lower,
-            self.sum_kl + other.sum_kl,
-            self.sum_ratio + other.sum_ratio,
-        )
 
     def compute(self) -> dict[str, float | None]:
         """Means under the names that verl logs (pg_clipfrac, pg_clipfrac_lower, ppo_kl); None without tokens."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from forerun.data.batch import Batch
 from forerun.errors import ForerunError
 
-LossFn = Callable[[Tensor, Batch], tuple[Tensor, Mapping[str, Tensor]]]
+LossFn = Callable[[Tensor, Batch], tuple[Tensor, Mapping[str, Tensor | float]]]
 """The main loss of one micro-batch.
 
 Called with log_probs (float32 [B, S]; entry j is log p(t_j | t_<j) where `predicted_mask(batch)` is true, else 0) and
@@ -92,8 +92,23 @@ class TrainingEngine(Protocol):
         """Write the model as a Hugging Face directory, MTP tensors included."""
         ...
 
-    def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Write everything a resume needs, whole or not at all; `extra` is JSON the trainer wants back."""
+    def save(self, directory: Path, extra: Mapping[str, Any] | None = None, wait: bool = True) -> None:
+        """Write everything a resume needs, whole or not at all; `extra` is JSON the trainer wants back.
+
+        With `wait` off it returns as soon as the state as it is now is copied, and is written while training goes on:
+        `finish_saves`, or the next save, waits for it and raises what went wrong.
+
+        Raises:
+            ForerunError: this checkpoint or the one before could not be written.
+        """
+        ...
+
+    def finish_saves(self) -> None:
+        """Wait for a checkpoint that is still being written.
+
+        Raises:
+            ForerunError: it could not be.
+        """
         ...
 
     def load(self, directory: Path) -> dict[str, Any]:

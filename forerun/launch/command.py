@@ -1,7 +1,4 @@
-"""`forerun sft` and `forerun rl`: in this process, as ranks started from it, or as one rank that torchrun started.
-
-`forerun rl` is for one process.
-"""
+"""`forerun sft` and `forerun rl`: in this process, as ranks started from it, or as one rank that torchrun started."""
 
 from __future__ import annotations
 
@@ -60,7 +57,6 @@ def _train(config: SFTConfig | RLConfig, mesh: DeviceMesh | None) -> None:
 
         SFTTrainer(config, mesh=mesh).train()
     else:
-        check_ranks(config, None if mesh is None else mesh.size())
         from forerun.trainers.rl import RLTrainer
 
-        RLTrainer(config).train()
+        RLTrainer(config, mesh=mesh).train()

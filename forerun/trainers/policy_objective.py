@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 from torch import Tensor
 
@@ -16,6 +16,10 @@ from forerun.config_algorithm import AlgorithmConfig
 from forerun.data.batch import Batch
 from forerun.engines.protocol import predicted_mask
 
+# Sums that go through the engine's metrics, which add up over micro-batches and ranks.
+_POLICY = "policy_stats/"
+_GAP = "log_prob_gap/"
+
 
 class PolicyObjective:
     """The clipped surrogate of one optimizer step, and its KL term, normalised over all its micro-batches.
@@ -26,9 +30,6 @@ class PolicyObjective:
             rejected; ref_log_probs for a KL loss.
         algorithm: see docs/algorithms.md.
         max_response_length: the constant of seq-mean-token-sum-norm where `loss_scale_factor` is not set.
-
-    Attributes:
-        stats, gap: sums over the micro-batches seen.
     """
 
     def __init__(self, batches: Sequence[Batch], algorithm: AlgorithmConfig, max_response_length: int) -> None:
@@ -41,10 +42,9 @@ class PolicyObjective:
             # Rejected tokens are gone from the denominators too.
             self.counts += count_targets(self._mask(batch), batch.document_ids)
             self.sampled_tokens += batch.num_targets
-        self.stats = PolicyStats()
-        self.gap = LogProbGap()
 
-    def __call__(self, log_probs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def __call__(self, log_probs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+        """A `LossFn`. Its metrics are for `figures`."""
         algorithm, mask, ids = self.algorithm, self._mask(batch), batch.document_ids
         old = batch.extras.get("old_log_probs", log_probs.detach())
         sequence_ratio = algorithm.loss_mode == "gspo"
@@ -59,20 +59,23 @@ class PolicyObjective:
             importance_weights=self._weights(old, mask, batch),
             log_ratio=gspo_log_ratio(log_probs, old, mask, ids) if sequence_ratio else None,
         )
-        self.stats += result.stats
         trainers = log_probs if algorithm.rollout_correction.bypass_mode else old
-        self.gap += LogProbGap.measure(trainers, batch.extras["rollout_log_probs"], predicted_mask(batch))
+        gap = LogProbGap.measure(trainers, batch.extras["rollout_log_probs"], predicted_mask(batch))
+        sums = _tagged(_POLICY, result.stats) | _tagged(_GAP, gap)
         loss = self._aggregate(result.losses, mask, ids)
         if not algorithm.use_kl_loss:
-            return loss, {}
+            return loss, sums
         kl = self._aggregate(
             kl_estimate(log_probs, batch.extras["ref_log_probs"], mask, algorithm.kl_loss_type), mask, ids
         )
-        return loss + algorithm.kl_loss_coef * kl, {"pg_loss": loss.detach(), "kl_loss": kl.detach()}
+        return loss + algorithm.kl_loss_coef * kl, {"pg_loss": loss.detach(), "kl_loss": kl.detach(), **sums}
 
-    def figures(self) -> dict[str, float | None]:
-        """pg_clipfrac, ppo_kl, ..., log_prob_gap_mean, log_prob_gap_max, rollout_kl; rollout_rs_masked_fraction."""
-        figures = {**self.stats.compute(), **self.gap.compute()}
+    def figures(self, metrics: MutableMapping[str, float]) -> dict[str, float | None]:
+        """pg_clipfrac, ppo_kl, ..., log_prob_gap_mean, log_prob_gap_max, rollout_kl; rollout_rs_masked_fraction.
+
+        The sums that they come from are taken out of the step's `metrics`.
+        """
+        figures = PolicyStats(**_taken(_POLICY, metrics)).compute() | LogProbGap(**_taken(_GAP, metrics)).compute()
         if self.criteria:
             figures["rollout_rs_masked_fraction"] = 1 - self.counts.tokens / self.sampled_tokens
         return figures
@@ -110,3 +113,11 @@ class PolicyObjective:
             sequence_lengths(mask, document_ids),
             self.loss_scale_factor,
         )
+
+
+def _tagged(tag: str, sums: PolicyStats | LogProbGap) -> dict[str, Tensor | float]:
+    return {tag + name: value for name, value in vars(sums).items()}
+
+
+def _taken(tag: str, metrics: MutableMapping[str, float]) -> dict[str, float]:
+    return {name.removeprefix(tag): metrics.pop(name) for name in list(metrics) if name.startswith(tag)}

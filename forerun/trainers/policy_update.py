@@ -76,10 +76,8 @@ class PolicyUpdate:
         for _ in range(config.ppo_epochs):
             for batches in steps:
                 objective = PolicyObjective(batches, config.algorithm, config.rollout.max_response_length)
-                report: Figures = dict(self.engine.forward_backward(batches, objective, temperature=temperature))
-                report |= self.engine.step()
-                report |= objective.figures()
-                reports.append(report)
+                metrics = self.engine.forward_backward(batches, objective, temperature=temperature)
+                reports.append({**objective.figures(metrics), **metrics, **self.engine.step()})
         figures = _merged(reports)
         if penalties:
             figures["reward_kl_penalty"] = sum(penalties) / len(penalties)

@@ -1,4 +1,4 @@
-"""Reinforcement learning on verifiable rewards, synchronous, in one process: rollout and training take turns.
+"""Reinforcement learning on verifiable rewards, synchronous: rollout and training take turns.
 
 `RLTrainer(config).train()` is the whole run of `forerun rl`; `step(prompts)` is one turn of the loop, with whatever
 engines and reward the caller brings. The trainer knows neither engine beyond its protocol.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from forerun.config import RLConfig
@@ -45,6 +46,7 @@ class RLTrainer(RLRun):
         reward: Scorer | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         reference: ReferencePolicy | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__(
             config,
@@ -54,9 +56,10 @@ class RLTrainer(RLRun):
             reward=reward,
             tokenizer=tokenizer,
             reference=reference,
+            mesh=mesh,
         )
         if rollout is None:
-            rollout = make_rollout_engine(config, self.engine, self.tokenizer)
+            rollout = make_rollout_engine(config, self.engine, self.tokenizer, self.ranks)
             self._owned.callback(rollout.close)
         self.rollout = rollout
         self._in_sync = False

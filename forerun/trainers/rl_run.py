@@ -13,6 +13,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from forerun.config import RLConfig
@@ -32,11 +34,13 @@ from forerun.trainers.experience import Sample, rollout_figures, text_table
 from forerun.trainers.judging import Scorer, check_rewards, judged_samples
 from forerun.trainers.policy_update import PolicyUpdate, ReferencePolicy, frozen_copy
 from forerun.trainers.prompt_files import read_files, usable_prompts
+from forerun.trainers.ranked import RankedScorer
 from forerun.trainers.rollout_requests import RequestMaker
 from forerun.trainers.setup import (
     SAMPLES_FILE,
     RunDirectory,
     check_config,
+    check_ranks,
     engine_config,
     load_model,
     load_tokenizer,
@@ -57,6 +61,8 @@ class RLRun(ABC):
         reward: in place of the function that `reward.function` names.
         tokenizer: in place of the one at `model.path`.
         reference: for the KL terms, in place of a frozen copy of the model as the run starts.
+        mesh: ranks that share the run (see `TorchEngine`), of which every one makes such a trainer and takes every
+            step; for the engine and the reference that are built. Rank 0 alone scores and writes.
 
     Attributes:
         rl_step: steps that were trained; also the version of the trainer's weights.
@@ -77,11 +83,14 @@ class RLRun(ABC):
         reward: Scorer | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         reference: ReferencePolicy | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         check_config(config, has_data=prompts is not None, has_model=engine is not None)
+        check_ranks(config, None if mesh is None else mesh.size())
         if config.mtp.enable_rollout and config.mtp.acceptance == "greedy":
             raise UsageError("mtp.acceptance=greedy is lossless without a temperature only: use rejection or match")
         self.config = config
+        self.ranks = RankGroup(mesh)
         set_seed(config.trainer.seed)
         device = resolve_device(config.engine)
         self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
@@ -95,7 +104,7 @@ class RLRun(ABC):
         self.eval_prompts = self._usable(eval_prompts) if eval_prompts else []
         self.order = DataOrder(len(self.prompts), config.trainer.seed, data.shuffle)
         self._owned = ExitStack()
-        if reward is None:
+        if reward is None and self.ranks.rank == 0:
             reward = self._owned.enter_context(
                 RewardRunner(
                     config.reward.function,
@@ -104,17 +113,25 @@ class RLRun(ABC):
                     config.reward.kwargs,
                 )
             )
-        self.reward: Scorer = reward
+        self.reward: Scorer = RankedScorer(self.ranks, reward)
 
         updates = config.ppo_epochs * config.train_batch_size // config.ppo_mini_batch_size
-        if engine is None:
-            engine = TorchEngine(
-                load_model(config.model, config.mtp, device, config.trainer.seed),
+
+        def built() -> TorchEngine:
+            # Shards move to the device as they are cut, which need not hold the whole model.
+            place = device if mesh is None else torch.device("cpu")
+            return TorchEngine(
+                load_model(config.model, config.mtp, place, config.trainer.seed),
                 engine_config(config.engine, config.optim, config.mtp, config.trainer.total_steps * updates),
+                mesh=mesh,
             )
+
+        if engine is None:
+            engine = built()
         self.engine = engine
         if config.algorithm.needs_reference and reference is None:
-            reference = frozen_copy(engine)  # before a resume, so of the weights that every run starts from
+            # Before a resume, so of the weights that every run starts from.
+            reference = frozen_copy(engine) if mesh is None else built()
         self.update = PolicyUpdate(config, engine, reference)
         self.drafts = config.mtp.enable_rollout
         self.alarms = Alarms(
@@ -173,7 +190,7 @@ class RLRun(ABC):
             ForerunError: see the engines, the alarms and the writers; checkpoints written before stay.
         """
         config = self.config.trainer
-        run = RunDirectory(self.config, config, RankGroup())
+        run = RunDirectory(self.config, config, self.ranks)
         metrics: Metrics = {}
         self.alarms.record = run.log_alarm
         with run.writers, self._owned:
@@ -197,7 +214,8 @@ class RLRun(ABC):
                     if test:
                         metrics.update(self.evaluate())
                     run.writers.log(self.rl_step, metrics)
-                    self._write_samples(run.path)
+                    if run.is_writer:
+                        self._write_samples(run.path)
                     if save:
                         run.save(self.engine, self.state_dict())
                     progress.advance(1, _note(metrics))

@@ -8,17 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.config import RLConfig
 from forerun.engines.protocol import TrainingEngine
+from forerun.engines.ranks import RankGroup
 from forerun.engines.torch_engine import TorchEngine
 from forerun.errors import UsageError
 from forerun.families import family_of
 from forerun.models.serving import export
 from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import RolloutEngine
+from forerun.trainers.ranked import RankedRollout
+from forerun.trainers.setup import load_model, resolve_device
 
 if TYPE_CHECKING:
     from forerun.rollout.sglang.engine import SGLangEngine
@@ -28,14 +31,23 @@ Started = TypeVar("Started")
 
 
 def make_rollout_engine(
-    config: RLConfig, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase | None = None
+    config: RLConfig,
+    engine: TrainingEngine,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    ranks: RankGroup | None = None,
 ) -> RolloutEngine:
     """The engine of `config.rollout`, with its own copy of the training engine's model.
+
+    On several ranks every one of them has a native engine; vLLM or SGLang is rank 0's alone, for all. All ranks call
+    this.
 
     Raises:
         UsageError: the training engine holds no model that could be copied, or the rollout engine cannot run it.
         ForerunError: vLLM or SGLang does not start, or does not answer.
     """
+    if ranks is not None and ranks.size > 1:
+        serves = ranks.rank == 0 or config.rollout.engine == "native"
+        return RankedRollout(ranks, make_rollout_engine(config, engine, tokenizer) if serves else None)
     match config.rollout.engine:
         case "vllm":
             return _vllm(config, engine, tokenizer)
@@ -49,7 +61,7 @@ def _native(config: RLConfig, engine: TrainingEngine, tokenizer: PreTrainedToken
     if not isinstance(engine, TorchEngine):
         raise UsageError(f"{type(engine).__name__} has no model in this process: give the trainer a rollout engine")
     return NativeEngine.from_model(
-        engine.model,
+        _whole_model(config, engine),
         tokenizer=tokenizer,
         num_speculative_tokens=config.mtp.num_speculative_tokens if config.mtp.enable_rollout else 0,
         depth_control="auto" if config.rollout.depth_control == "auto" else None,
@@ -80,7 +92,7 @@ def _vllm(config: RLConfig, engine: TrainingEngine, tokenizer: PreTrainedTokeniz
         enforce_eager=rollout.enforce_eager,
         engine_args={"tensor_parallel_size": rollout.tensor_model_parallel_size, **rollout.engine_kwargs},
     )
-    return _served(engine, tokenizer, lambda path: VLLMEngine.launch(path, settings, bucket_bytes))
+    return _served(config, engine, tokenizer, lambda path: VLLMEngine.launch(path, settings, bucket_bytes))
 
 
 def _sglang(config: RLConfig, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase | None) -> SGLangEngine:
@@ -107,17 +119,30 @@ def _sglang(config: RLConfig, engine: TrainingEngine, tokenizer: PreTrainedToken
         )
         return SGLangEngine.launch(settings, config.mtp, bucket_bytes=bucket_bytes, seed=config.trainer.seed)
 
-    return _served(engine, tokenizer, launch)
+    return _served(config, engine, tokenizer, launch)
+
+
+def _whole_model(config: RLConfig, engine: TorchEngine) -> PreTrainedModel:
+    """The training engine's model, or where that lies in shards, the model that the run starts from, read once more."""
+    if not engine.ranks.sharded:
+        return engine.model
+    return load_model(config.model, config.mtp, resolve_device(config.engine), config.trainer.seed)
 
 
 def _served(
-    engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase | None, start: Callable[[Path], Started]
+    config: RLConfig,
+    engine: TrainingEngine,
+    tokenizer: PreTrainedTokenizerBase | None,
+    start: Callable[[Path], Started],
 ) -> Started:
     """Start a server on the model as it stands, written in a layout that servers know; it is read at the start only."""
     folder = Path(tempfile.mkdtemp(prefix="forerun-rollout-"))
     try:
         path = folder / "model"
-        engine.export(path)
+        if isinstance(engine, TorchEngine) and engine.ranks.sharded:  # an export would take every rank
+            _whole_model(config, engine).save_pretrained(path)
+        else:
+            engine.export(path)
         if tokenizer is not None:
             tokenizer.save_pretrained(path)
         family = family_of(CheckpointReader(path).config)

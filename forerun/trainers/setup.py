@@ -88,8 +88,6 @@ def check_ranks(config: SFTConfig | RLConfig, num_ranks: int | None) -> None:
         raise UsageError(f"engine.device={engine.device} would put every rank there: use auto, cpu or cuda")
     if isinstance(config, SFTConfig) and config.cache_hiddens:
         raise UsageError("cache_hiddens=true is for one process: ranks run the trunk together, so set it to false")
-    if isinstance(config, RLConfig):
-        raise UsageError("forerun rl trains in one process: set launch=local, and start it without torchrun")
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -271,7 +269,6 @@ class RunDirectory:
         engine.save(path, extra)
         if self.is_writer:
             prune_checkpoints(self.path, self.trainer.save_total_limit)
-        return path
 
     def export(self, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """The trained model as a Hugging Face directory, tokenizer included."""

@@ -18,6 +18,7 @@ from forerun.algorithms import (
     sequence_lengths,
 )
 from forerun.algorithms.aggregation import LossAggMode
+from forerun.engines.protocol import merge_metrics
 
 ROWS, LENGTH = 6, 17
 
@@ -115,15 +116,15 @@ def test_any_split_gives_the_gradient_of_the_whole(sample, mode, split):
 
     def gradient(pieces):
         log_probs = sample["log_probs"].clone().requires_grad_()
-        stats = PolicyStats()
+        sums = {}
         for p in pieces:
             weights = importance_weights(sample["old"][p], sample["rollout"][p], sample["mask"][p], sample["ids"][p])
             out = policy_loss(
                 log_probs[p], sample["old"][p], sample["advantages"][p], sample["mask"][p], importance_weights=weights
             )
             aggregate_loss(out.losses, sample["mask"][p], mode, counts, lengths[p], 7.0).backward()
-            stats = stats + out.stats
-        return log_probs.grad, stats
+            merge_metrics(sums, vars(out.stats))
+        return log_probs.grad, PolicyStats(**sums)
 
     (whole, whole_stats), (parted, parted_stats) = gradient([slice(None)]), gradient(parts)
     assert whole.abs().sum() > 0
@@ -142,8 +143,10 @@ def test_what_stands_outside_the_mask_stays_outside(sample):
 def test_gap(sample):
     trainer, rollout, mask = sample["old"], sample["rollout"], sample["mask"]
     differences = [float(trainer[i, j] - rollout[i, j]) for i in range(ROWS) for j in range(LENGTH) if mask[i, j]]
-    halves = [LogProbGap.measure(trainer[p], rollout[p], mask[p]) for p in (slice(0, 2), slice(2, ROWS))]
-    merged = (halves[0] + halves[1]).compute()
+    sums = {}
+    for p in (slice(0, 2), slice(2, ROWS)):
+        merge_metrics(sums, vars(LogProbGap.measure(trainer[p], rollout[p], mask[p])))
+    merged = LogProbGap(**sums).compute()
     assert merged["log_prob_gap_mean"] == pytest.approx(sum(map(abs, differences)) / len(differences))
     assert merged["log_prob_gap_max"] == pytest.approx(max(map(abs, differences)))
     assert merged["rollout_kl"] == pytest.approx(sum(math.exp(d) - 1 - d for d in differences) / len(differences))

@@ -15,7 +15,7 @@ from forerun.config_algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from forerun.data.batch import Batch
 from forerun.data.chat import response_document
 from forerun.data.packing import pack
-from forerun.engines.protocol import predicted_mask
+from forerun.engines.protocol import merge_metrics, predicted_mask
 from forerun.trainers.policy_objective import PolicyObjective
 
 RESPONSES = [(3, 5, 0.7), (2, 1, -1.1), (4, 8, 0.2), (1, 3, -0.4)]  # prompt tokens, answer tokens, advantage
@@ -47,12 +47,13 @@ def by_hand(mode: str) -> float:
 def test_the_step_s_loss_is_the_mean_that_was_asked_for(mode: LossAggMode, size: int) -> None:
     batches = micro_batches(size)
     objective = PolicyObjective(batches, AlgorithmConfig(loss_agg_mode=mode), LONGEST)
-    total = torch.zeros((), dtype=torch.float64)
+    sums: dict[str, float] = {}
     for batch in batches:
         log_probs: Tensor = torch.where(predicted_mask(batch), -1.0, 0.0).double()
-        total += objective(log_probs, batch)[0]
-    assert float(total) == pytest.approx(by_hand(mode), rel=1e-6)
-    assert objective.figures()["log_prob_gap_max"] == 0
+        loss, metrics = objective(log_probs, batch)
+        merge_metrics(sums, {"loss": loss, **metrics})
+    assert sums["loss"] == pytest.approx(by_hand(mode), rel=1e-6)
+    assert objective.figures(sums)["log_prob_gap_max"] == 0 and sums.keys() == {"loss"}
 
 
 # Every response with log-probs of its own under the four policies: drawn once, the same in any split.
@@ -117,13 +118,15 @@ def test_with_everything_at_once_it_is_still_the_mean_over_the_step(mode: LossAg
     ]
     batches = [batch for at in range(0, 4, size) for batch in pack(documents[at : at + size], 20, size)]
     objective = PolicyObjective(batches, replace(FULL, loss_agg_mode=mode), LONGEST)
-    sums = {"loss": 0.0, "pg_loss": 0.0, "kl_loss": 0.0}
+    sums: dict[str, float] = {}
     for batch in batches:
         loss, metrics = objective(batch.extras["log_probs"].double(), batch)
-        for name, value in {"loss": loss, **metrics}.items():
-            sums[name] += float(value)
+        merge_metrics(sums, {"loss": loss, **metrics})
+    clipped, clipped_lower = (sums[f"policy_stats/{name}"] for name in ("clipped", "clipped_lower"))
+    figures = objective.figures(sums)
     policy, kl, kept = full_by_hand(mode)
     assert sums == pytest.approx({"loss": policy + 0.3 * kl, "pg_loss": policy, "kl_loss": kl}, rel=1e-5)
     tokens = sum(answer for _, answer, _ in RESPONSES)
-    assert objective.figures()["rollout_rs_masked_fraction"] == pytest.approx(1 - kept / tokens)
-    assert 0 < kept < tokens and objective.stats.clipped and objective.stats.clipped_lower
+    assert figures["rollout_rs_masked_fraction"] == pytest.approx(1 - kept / tokens)
+    assert 0 < kept < tokens and clipped and clipped_lower
+    assert figures["pg_clipfrac"] == pytest.approx(clipped / kept)
