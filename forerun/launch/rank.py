@@ -79,7 +79,7 @@ def run_as_rank(work: Callable[[], None]) -> None:
     if not os.environ.get(_ERROR_FILE):  # not torchrun: nobody would read the files
         return work()
     if int(os.environ["RANK"]) != 0:
-        _redirect(Path(os.environ[_ERROR_FILE]).with_name(OUTPUT_FILE))
+        redirect_output(Path(os.environ[_ERROR_FILE]).with_name(OUTPUT_FILE))
     try:
         record(work, _Recorder())()
     except BaseException as error:
@@ -91,8 +91,8 @@ def run_as_rank(work: Callable[[], None]) -> None:
         os._exit(code)
 
 
-def _redirect(path: Path) -> None:
-    """Python's and C's output alike."""
+def redirect_output(path: Path) -> None:
+    """Python's and C's output into a file."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -100,16 +100,19 @@ def _redirect(path: Path) -> None:
     os.close(handle)
 
 
-class _Recorder(ErrorHandler):
-    """torch's error file, with the time in nanoseconds: the ranks that a failure takes along fail in the same second.
+def told(error: BaseException) -> tuple[str, str]:
+    """What a rank's report says, and its traceback; an error that is meant for the user has none but its line."""
+    said = f"{type(error).__name__}: {error}"
+    return said, said if isinstance(error, ForerunError) else "".join(traceback.format_exception(error))
 
-    An error that is meant for the user is one line there, any other the traceback.
-    """
+
+class _Recorder(ErrorHandler):
+    """torch's error file, with the time in nanoseconds: ranks that a failure takes along fail in the same second."""
 
     def record_exception(self, e: BaseException) -> None:
-        said = f"{type(e).__name__}: {e}"
+        said, trace = told(e)
         info = {
-            "py_callstack": said if isinstance(e, ForerunError) else traceback.format_exc(),
+            "py_callstack": trace,
             "timestamp": str(int(time.time())),
             "time_ns": time.time_ns(),
         }

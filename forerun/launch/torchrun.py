@@ -25,18 +25,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from forerun.config import DistributedConfig
 from forerun.errors import ForerunError
+from forerun.launch.failure import RankFailedError, name_of, show_last_lines, trace_lines
 from forerun.launch.rank import OUTPUT_FILE
-
-# Lines of a failed rank's traceback or output that the report shows.
-LAST_LINES = 25
-
-
-class RankFailedError(ForerunError):
-    """One rank failed, and with it the run."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 def start_ranks(arguments: Sequence[str], config: DistributedConfig) -> None:
@@ -69,8 +59,7 @@ def start_ranks(arguments: Sequence[str], config: DistributedConfig) -> None:
         elastic_launch(settings, sys.executable)("-m", "forerun.cli", *arguments)
     except ChildFailedError as error:
         rank, failure = _first(error.failures)
-        for line in _last_lines(failure, logs):
-            print(f"[rank {rank}] {line}", file=sys.stderr)
+        show_last_lines(rank, _last_lines(failure, logs))
         raise _reported(rank, failure) from None
     except RendezvousError as error:
         raise ForerunError(
@@ -107,7 +96,7 @@ def _first(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]
 
 
 def _reported(rank: int, failure: ProcessFailure) -> RankFailedError:
-    where = f"rank {rank} (local rank {failure.local_rank}, process {failure.pid}) on {socket.gethostname()}"
+    where = name_of(rank, failure.local_rank, failure.pid, socket.gethostname())
     if (raised := _raised(failure)) is not None:
         said = raised["message"]
         return RankFailedError(f"{where} failed with exit code {failure.exitcode}: {said}", failure.exitcode)
@@ -120,11 +109,9 @@ def _reported(rank: int, failure: ProcessFailure) -> RankFailedError:
 def _last_lines(failure: ProcessFailure, logs: Path) -> list[str]:
     """The traceback, or of a rank that left none what it printed (rank 0 prints to the terminal)."""
     if (raised := _raised(failure)) is not None:
-        trace = str(raised["extraInfo"]["py_callstack"]).splitlines()
-        return trace[-LAST_LINES:] if len(trace) > 1 else []  # one line: the report says it
-    printed = [
+        return trace_lines(str(raised["extraInfo"]["py_callstack"]))
+    return [
         line
         for path in logs.glob(f"*/attempt_0/{failure.local_rank}/{OUTPUT_FILE}")
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
     ]
-    return printed[-LAST_LINES:]

@@ -1,0 +1,36 @@
+"""A rank that failed, told the same way whoever started it: its last lines on stderr, then one error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from forerun.errors import ForerunError
+
+# Lines of a failed rank's traceback or output that the report shows.
+LAST_LINES = 25
+
+
+class RankFailedError(ForerunError):
+    """One rank failed, and with it the run."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def name_of(rank: int, local_rank: int, pid: int, host: str) -> str:
+    """Which process a rank is."""
+    return f"rank {rank} (local rank {local_rank}, process {pid}) on {host}"
+
+
+def show_last_lines(rank: int, lines: Sequence[str]) -> None:
+    """The last of `lines`, on stderr."""
+    for line in lines[-LAST_LINES:]:
+        print(f"[rank {rank}] {line}", file=sys.stderr)
+
+
+def trace_lines(traceback: str) -> list[str]:
+    """Of a traceback. None of an error that is a line, which the report itself says."""
+    lines = traceback.splitlines()
+    return lines if len(lines) > 1 else []
