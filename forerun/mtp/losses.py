@@ -232,6 +232,21 @@ class _FusedLoss(torch.autograd.Function):
         return tuple(grads)
 
 
+def fused_chunks(
+    hidden_states: Tensor, chunk_loss: ChunkLoss, chunk_size: int, projection_parameters: Sequence[Tensor] = ()
+) -> Tensor:
+    """Sum of `chunk_loss` over chunks of hiddens [N, d], each differentiated while its logits exist; 0-dim.
+
+    Args:
+        chunk_loss: a chunk [n, d] and its place among the N -> (its logits with a graph, its loss without one, the
+            loss's gradient with respect to the logits).
+        projection_parameters: those behind the logits that the loss trains.
+    """
+    if not torch.is_grad_enabled():
+        hidden_states, projection_parameters = hidden_states.detach(), [p.detach() for p in projection_parameters]
+    return _FusedLoss.apply(hidden_states, chunk_loss, chunk_size, *projection_parameters)
+
+
 def fused_loss(
     hidden_states: Tensor,
     labels: Tensor,
@@ -277,9 +292,7 @@ def fused_loss(
             overlaps = overlaps + overlap
         return logits, loss, gradient
 
-    if not torch.is_grad_enabled():
-        hidden_states, projection_parameters = hidden_states.detach(), [p.detach() for p in projection_parameters]
-    loss = _FusedLoss.apply(hidden_states, chunk_loss, chunk_size, *projection_parameters)
+    loss = fused_chunks(hidden_states, chunk_loss, chunk_size, projection_parameters)
     if not with_teacher:
         return ChunkResult(loss, label_hits)
     return ChunkResult(loss, label_hits, agrees.sum(), overlaps, agrees)

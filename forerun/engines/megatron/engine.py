@@ -1,0 +1,329 @@
+"""The training engine of megatron-core: its GPTModel and MTP block, its schedules and optimizers, Forerun's objective.
+
+A step reads top to bottom in `forward_backward`: counts of the whole step from the masks, the micro-batches of this
+data-parallel replica, megatron-core's forward-backward schedule over them, and what the last pipeline stage found told
+to every rank. A loss is summed over micro-batches and replicas, never averaged: it divides by counts of the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from forerun.data.batch import Batch
+from forerun.engines.megatron.layout import ParallelLayout
+from forerun.engines.megatron.microbatch import MicroBatch, deal
+from forerun.engines.megatron.objective import MTPModel, Objective, Outcome
+from forerun.engines.megatron.optimizer import MegatronOptimizer
+from forerun.engines.megatron.version import check_recompute
+from forerun.engines.optimizer import OptimizerConfig
+from forerun.engines.protocol import LossFn, NonFiniteError, merge_metrics
+from forerun.engines.ranks import RankGroup
+from forerun.errors import UsageError
+from forerun.mtp.config import MTPConfig
+from forerun.mtp.shift import depth_counts
+from forerun.mtp.stats import MTPStats
+
+# (micro-batch, what the last stage found) -> (its part of the step's loss, what to tell the other ranks)
+Report = Callable[[MicroBatch, Outcome], tuple[Tensor, Any]]
+
+
+@dataclass
+class MegatronEngineConfig:
+    """How the engine trains.
+
+    Attributes:
+        optimizer, train_trunk, chunk_size, on_nonfinite: as `forerun.engines.torch_engine.TorchEngineConfig`.
+        recompute_granularity: "full" keeps only layer inputs and runs each layer again in backward, "selective" does so
+            with the attention's core.
+        use_distributed_optimizer: cut optimizer state over data-parallel ranks.
+    """
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train_trunk: bool = True
+    chunk_size: int = 64
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    recompute_granularity: Literal["full", "selective"] | None = None
+    use_distributed_optimizer: bool = True
+
+
+class MegatronEngine:
+    """A `TrainingEngine` (see the protocol for the methods' contracts). Every rank calls the same methods alike.
+
+    Args:
+        chunks: this rank's, one for each virtual pipeline stage, as `model.build_model` makes them, weights loaded.
+        mtp: how the MTP block is trained; None where there is none.
+        config: see `MegatronEngineConfig`.
+
+    Raises:
+        UsageError: what this engine cannot train, with the reason.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[MTPModel],
+        mtp: MTPConfig | None,
+        config: MegatronEngineConfig | None = None,
+    ) -> None:
+        self.config = config or MegatronEngineConfig()
+        self.blueprint = chunks[0].blueprint
+        self.layout = self.blueprint.layout
+        self.mtp_config = mtp
+        self.train_mtp = mtp is not None and mtp.enable_train
+        _check(self.config, mtp, self.train_mtp, self.layout)
+        world = dist.get_world_size()
+        self.device = torch.device(torch.cuda.current_device())
+        self.ranks = RankGroup(DeviceMesh(self.device.type, torch.arange(world)))
+        self.models = list(chunks)
+        for chunk in self.models:
+            for name, parameter in chunk.named_parameters():
+                parameter.requires_grad_(self.train_mtp if "mtp.layers." in name else self.config.train_trunk)
+        settings: Any = self.models[0].config
+        settings.calculate_per_token_loss = True  # losses and gradients are summed as they are
+        settings.finalize_model_grads_func = self._finalize
+        if self.config.recompute_granularity is not None:
+            settings.recompute_granularity = self.config.recompute_granularity
+            if self.config.recompute_granularity == "full":
+                settings.recompute_method, settings.recompute_num_layers = "uniform", 1
+        wrapping = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=self.config.use_distributed_optimizer
+        )
+        self.chunks = [
+            DistributedDataParallel(settings, wrapping, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(self.models)
+        ]
+        parts = [part for part, wanted in (("trunk", self.config.train_trunk), ("mtp", self.train_mtp)) if wanted]
+        self.optimizer = MegatronOptimizer(
+            self.chunks, self.config.optimizer, self.config.use_distributed_optimizer, parts
+        )
+        self.global_step = 0
+        self._drop_step = False
+
+    # ---- one step
+
+    def forward_backward(self, batches: Sequence[Batch], loss_fn: LossFn, temperature: float = 1.0) -> dict[str, float]:
+        if not batches or not any(batch.num_targets for batch in batches):
+            raise UsageError("the batch has no supervised target token: check the prompt/response mask of the data")
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        objective = self._objective(temperature, self._depth_counts(batches), main=self.config.train_trunk)
+        reports = self._schedule(batches, objective, partial(self._losses, loss_fn), forward_only=False)
+        metrics: dict[str, float] = {}
+        stats = None if not self.train_mtp else MTPStats.zeros(self._depths, self.device)
+        for found, sums in reports:
+            merge_metrics(metrics, found)
+            if stats is not None and sums is not None:
+                stats = stats.merge(MTPStats(sums))
+        metrics = self.ranks.merge(metrics)
+        if stats is not None:
+            reduced = self.ranks.reduce(stats).compute()
+            metrics.update({name: value for name, value in reduced.items() if value is not None})
+        for name in ("loss", "mtp_loss"):
+            if name in metrics and not torch.isfinite(torch.tensor(metrics[name])):
+                self._non_finite(name, metrics)
+                break
+        return metrics
+
+    def step(self) -> dict[str, float]:
+        report = {"skipped": 0.0, **self.optimizer.learning_rates()}
+        for part, norm in self.optimizer.prepare().items():
+            name = {"trunk": "grad_norm", "mtp": "mtp_grad_norm"}[part]
+            report[name] = norm
+            if not torch.isfinite(torch.tensor(norm)) and not self._drop_step:
+                self._non_finite(name, report)
+        report["skipped"] = float(self._drop_step)
+        self.optimizer.step(skip=self._drop_step)
+        self._drop_step = False
+        self.global_step += 1
+        return report
+
+    def _losses(self, loss_fn: LossFn, micro: MicroBatch, found: Outcome) -> tuple[Tensor, Any]:
+        """A micro-batch's part of the step's loss on one rank of those that share it.
+
+        Context-parallel ranks each have the whole main loss, and differentiate their own positions' part of it. Of the
+        MTP loss they have their own positions' part.
+        """
+        losses: list[Tensor] = []
+        metrics: dict[str, Any] = {}
+        if found.mtp is not None:
+            losses.append(found.mtp.loss)
+            metrics["mtp_loss"] = found.mtp.loss.detach()
+        if found.log_probs is not None and found.entropy is not None:
+            log_probs = micro.cut(found.log_probs)
+            if micro.own:
+                loss, told = loss_fn(log_probs, micro.batch)
+                if self._tells:
+                    merge_metrics(metrics, {"loss": loss.detach(), "entropy_sum": micro.cut(found.entropy).sum()})
+                    merge_metrics(metrics, {**told, "target_count": float(micro.batch.num_targets)})
+            else:
+                loss = log_probs.sum()
+            losses.append(loss)
+        total = torch.stack([loss.float() for loss in losses]).sum()
+        if not micro.own:
+            return total * 0.0, ({}, None)
+        if parallel_state.get_tensor_model_parallel_rank() > 0:
+            return total, ({}, None)
+        figures = {name: float(value) for name, value in metrics.items()}
+        return total, (figures, None if found.mtp is None else found.mtp.stats.sums)
+
+    def _schedule(
+        self, batches: Sequence[Batch], objective: Objective, report: Report, forward_only: bool
+    ) -> list[Any]:
+        """Run this replica's micro-batches through megatron-core's schedule; the last stage's reports, else none."""
+        layout = self.layout
+        multiple = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+        if layout.context_parallel_size > 1:
+            multiple *= 2 * layout.context_parallel_size
+        dealt = deal(
+            batches,
+            parallel_state.get_data_parallel_world_size(),
+            parallel_state.get_data_parallel_rank(),
+            rounds_of=layout.pipeline_model_parallel_size if layout.chunks > 1 else 1,
+            multiple=multiple,
+            alike=layout.pipeline_model_parallel_size > 1,
+            context=(layout.context_parallel_size, parallel_state.get_context_parallel_rank()),
+            device=self.device,
+        )
+
+        def forward(source: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[[Outcome], Any]]:
+            micro = next(source)
+            found = chunk(
+                input_ids=micro.take(micro.padded.input_ids),
+                position_ids=micro.take(micro.padded.position_ids),
+                attention_mask=micro.attention_mask,
+                labels=(micro, objective),
+            )
+
+            def loss(outcome: Outcome) -> tuple[Tensor, Tensor, Any]:
+                total, told = report(micro, outcome)
+                return total, torch.zeros((), dtype=torch.int, device=self.device), told
+
+            return found, loss
+
+        rows, length = dealt[0].padded.input_ids.shape
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(dealt) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(dealt),
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+        )
+
+    def _finalize(self, chunks: list[Any], num_tokens: Tensor | None, **passed: Any) -> None:
+        """Sum gradients over ranks, and leave it at that: megatron-core would divide by what it counted."""
+        finalize_model_grads(chunks, None, **passed)
+
+    def _objective(self, temperature: float, counts: Sequence[int] | None, main: bool) -> Objective:
+        return Objective(
+            mtp=self.mtp_config if self.train_mtp else None,
+            counts=counts,
+            temperature=temperature,
+            chunk_size=self.config.chunk_size,
+            main=main,
+        )
+
+    @property
+    def _depths(self) -> int:
+        return int(self.models[0].config.mtp_num_layers)
+
+    @property
+    def _tells(self) -> bool:
+        """Whether this rank speaks for those that share its micro-batches, if it is of the last pipeline stage."""
+        return parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
+
+    def _depth_counts(self, batches: Sequence[Batch]) -> list[int] | None:
+        """N_k of the whole step."""
+        if not self.train_mtp:
+            return None
+        assert self.mtp_config is not None
+        totals = [0] * self._depths
+        for batch in batches:
+            counts = depth_counts(batch.document_ids, batch.loss_mask, self._depths, self.mtp_config.mask_rule)
+            totals = [a + b for a, b in zip(totals, counts, strict=True)]
+        return totals
+
+    def _non_finite(self, what: str, figures: Mapping[str, float]) -> None:
+        """Give the step up: raise, or mark it to be dropped."""
+        if self.config.on_nonfinite == "stop":
+            raise NonFiniteError(
+                f"step {self.global_step + 1}: {what} is not finite ({what}={figures[what]:g}); the weights are those "
+                "of the last good step: lower lr, or set on_nonfinite=skip to drop such steps"
+            )
+        self._drop_step = True
+
+    # ---- forward
+
+    @torch.no_grad()
+    def log_probs(self, batches: Sequence[Batch], temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
+        def report(micro: MicroBatch, found: Outcome) -> tuple[Tensor, Any]:
+            assert found.log_probs is not None and found.entropy is not None
+            told = (micro.cut(found.log_probs).cpu(), micro.cut(found.entropy).cpu()) if micro.own else None
+            return found.log_probs.new_zeros(()), told
+
+        for chunk in self.chunks:
+            chunk.eval()
+        objective = Objective(None, None, temperature, self.config.chunk_size)
+        own = self._schedule(batches, objective, report, forward_only=True)
+        said: list[Any] = [None] * dist.get_world_size()
+        replica = parallel_state.get_data_parallel_rank()
+        dist.all_gather_object(said, (replica, own) if own and self._tells else None)
+        by_replica = {place: [pair for pair in pairs if pair is not None] for place, pairs in filter(None, said)}
+        return [by_replica[i % len(by_replica)][i // len(by_replica)] for i in range(len(batches))]
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """Held-out figures: eval loss (mean negative log-probability per target) and mtp/* per depth."""
+
+        def report(micro: MicroBatch, found: Outcome) -> tuple[Tensor, Any]:
+            assert found.log_probs is not None
+            nothing = found.log_probs.new_zeros(())
+            if not micro.own or parallel_state.get_tensor_model_parallel_rank() > 0:
+                return nothing, ({}, None)
+            sums = {"nll": float(-found.log_probs.sum()), "targets": float(micro.batch.num_targets)}
+            return nothing, (sums if self._tells else {}, None if found.mtp is None else found.mtp.stats.sums)
+
+        for chunk in self.chunks:
+            chunk.eval()
+        objective = Objective(self.mtp_config, None, 1.0, self.config.chunk_size, compare_with_trunk=True)
+        totals: dict[str, float] = {}
+        stats = None if self.mtp_config is None else MTPStats.zeros(self._depths, self.device)
+        for sums, found in self._schedule(list(batches), objective, report, forward_only=True):
+            merge_metrics(totals, sums)
+            if stats is not None and found is not None:
+                stats = stats.merge(MTPStats(found))
+        totals = self.ranks.merge(totals)
+        figures = {"loss": totals["nll"] / totals["targets"]} if totals.get("targets") else {}
+        if stats is not None:
+            reduced = self.ranks.reduce(stats).compute()
+            figures.update({name: value for name, value in reduced.items() if value is not None})
+        return figures
+
+
+def _check(config: MegatronEngineConfig, mtp: MTPConfig | None, train_mtp: bool, layout: ParallelLayout) -> None:
+    if not config.train_trunk and not train_mtp:
+        raise UsageError("nothing to train: the trunk is frozen and no MTP block has mtp.enable_train=true")
+    if not config.train_trunk and layout.pipeline_model_parallel_size > 1:
+        raise UsageError(
+            "a frozen trunk sends no gradient from one pipeline stage to the next: set "
+            "engine.megatron.pipeline_model_parallel_size=1, or train the trunk"
+        )
+    if mtp is not None and mtp.loss_top_k is not None:
+        raise UsageError(
+            "mtp.loss_top_k needs the whole vocabulary on one rank: set it to null, or engine.strategy=torch"
+        )
+    if mtp is not None:
+        check_recompute(config.recompute_granularity)
