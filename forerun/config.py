@@ -107,19 +107,26 @@ class EngineConfig:
 
 @dataclass
 class DistributedConfig:
-    """The processes of launch=torchrun, by torchrun's names. Under an outer torchrun only `timeout_s` counts."""
+    """The processes of launch=torchrun and launch=ray, by torchrun's names. Under an outer torchrun only `timeout_s`
+    counts.
+    """
 
     nproc_per_node: int = bounded(1, ge=1)
     nnodes: int = bounded(1, ge=1)
     # With several machines: HOST:PORT of one of them, and a name of the run, the same on all.
     rdzv_endpoint: str | None = None
     rdzv_id: str = "forerun"
+    # launch=ray: HOST:PORT of the Ray to join, or auto for the one of this machine; null starts one that ends with the
+    # run.
+    ray_address: str | None = None
     # Seconds that a rank waits for the others, at the start and in every exchange, before it fails.
     timeout_s: float = bounded(1800.0, gt=0)
     # Seconds that ranks get to end after another one failed; then they are killed.
     shutdown_timeout_s: int = bounded(30, ge=0)
 
     def validate(self, prefix: str) -> None:
+        if self.nnodes > 1 and self.ray_address is not None and self.rdzv_endpoint is None:
+            return
         if (self.nnodes > 1) != (self.rdzv_endpoint is not None):
             raise UsageError(
                 f"{prefix}nnodes={self.nnodes} with {prefix}rdzv_endpoint={self.rdzv_endpoint or 'null'}: several "
@@ -238,8 +245,8 @@ class SFTConfig:
     mtp: MTPConfig = field(default_factory=MTPConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    # "torchrun" starts distributed.nproc_per_node processes on this machine.
-    launch: Literal["local", "torchrun"] = "local"
+    # "torchrun" starts distributed.nproc_per_node processes on this machine, "ray" so many actors on each of nnodes.
+    launch: Literal["local", "torchrun", "ray"] = "local"
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     # Passes over the data; when given, it takes the place of trainer.total_steps.
     total_epochs: int | None = bounded(None, ge=1)
@@ -256,6 +263,7 @@ class SFTConfig:
 
     def validate(self, prefix: str) -> None:
         _need_model_and_data(self.model, self.data)
+        _check_launch(self.launch, self.distributed)
         if self.micro_batch_size > self.train_batch_size:
             raise UsageError(
                 f"micro_batch_size={self.micro_batch_size} is larger than train_batch_size={self.train_batch_size}"
@@ -279,8 +287,8 @@ class RLConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    # "torchrun" starts distributed.nproc_per_node processes on this machine.
-    launch: Literal["local", "torchrun"] = "local"
+    # "torchrun" starts distributed.nproc_per_node processes on this machine, "ray" so many actors on each of nnodes.
+    launch: Literal["local", "torchrun", "ray"] = "local"
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     # Prompts for each rollout; the optimizer steps on ppo_mini_batch_size prompts at a time (each with its rollout.n
     # responses), ppo_epochs times over; micro_batch_size counts responses.
@@ -291,6 +299,7 @@ class RLConfig:
 
     def validate(self, prefix: str) -> None:
         _need_model_and_data(self.model, self.data)
+        _check_launch(self.launch, self.distributed)
         if self.train_batch_size % self.ppo_mini_batch_size:
             raise UsageError(
                 f"train_batch_size={self.train_batch_size} is no multiple of "
@@ -311,6 +320,13 @@ class RLConfig:
             )
         if self.rollout.temperature == 0:
             raise UsageError("rollout.temperature=0 samples the same response every time: use a positive temperature")
+
+
+def _check_launch(launch: str, distributed: DistributedConfig) -> None:
+    if launch == "torchrun" and distributed.ray_address is not None:
+        raise UsageError("distributed.ray_address is of launch=ray: set that, or unset it")
+    if launch == "ray" and distributed.rdzv_endpoint is not None:
+        raise UsageError("distributed.rdzv_endpoint is of launch=torchrun: with launch=ray give distributed.ray_address")
 
 
 def _need_model_and_data(model: ModelConfig, data: DataConfig) -> None:
