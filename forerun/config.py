@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from forerun.config_algorithm import AlgorithmConfig
 from forerun.config_check import bounded
+from forerun.config_rollout import RolloutConfig, check_rollout
 from forerun.errors import UsageError
 from forerun.mtp.config import MTPConfig
 
@@ -164,53 +165,6 @@ class TrainerConfig:
 
 
 @dataclass
-class RolloutConfig:
-    """How responses are sampled: `n` for each prompt."""
-
-    engine: Literal["native", "vllm", "sglang"] = "native"
-    n: int = bounded(8, ge=1)
-    temperature: float = bounded(1.0, ge=0)
-    top_p: float = bounded(1.0, gt=0, le=1)
-    top_k: int = bounded(0, ge=0)
-    max_prompt_length: int = bounded(512, ge=1)
-    max_response_length: int = bounded(256, ge=1)
-    # Requests that are decoded together.
-    max_num_seqs: int = bounded(16, ge=1)
-    # Round alike in every run, so that a resumed one repeats an uninterrupted one to the bit. Otherwise the engine
-    # times the spellings of small matrix products on this machine and takes the fastest.
-    deterministic: bool = False
-    # native: draft mtp.num_speculative_tokens at every step, or as many of them as measurements say pay.
-    depth_control: Literal["fixed", "auto"] = "fixed"
-    # vllm and sglang run outside this process. `python` is the interpreter of their environment, to start one that ends
-    # with the run; `base_url` takes one of this machine that runs already, on a checkpoint of the same model.
-    python: str | None = None
-    base_url: str | None = None
-    # Of one that is started; "auto" is the checkpoint's.
-    dtype: str = "auto"
-    tensor_model_parallel_size: int = bounded(1, ge=1)
-    gpu_memory_utilization: float | None = bounded(None, gt=0, le=1)
-    enforce_eager: bool = False
-    update_weights_bucket_megabytes: int = bounded(256, ge=1)
-    # vllm: further arguments of vLLM's EngineArgs, {name: value}.
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def validate(self, prefix: str) -> None:
-        if self.engine == "native":
-            for name in ("python", "base_url"):
-                if getattr(self, name) is not None:
-                    raise UsageError(f"{prefix}{name} is of {prefix}engine=vllm and sglang: unset it, or set engine")
-        elif (self.python is None) == (self.base_url is None):
-            raise UsageError(
-                f"{prefix}engine={self.engine} needs {prefix}python (the interpreter of its environment, to start one) "
-                f"or {prefix}base_url (one that runs): set one of them"
-            )
-        elif self.depth_control == "auto":
-            raise UsageError(f"{prefix}depth_control=auto is of {prefix}engine=native: {self.engine} drafts as started")
-        if self.engine == "sglang" and self.engine_kwargs:
-            raise UsageError(f"{prefix}engine_kwargs is of {prefix}engine=vllm")
-
-
-@dataclass
 class OverlongBufferConfig:
     """DAPO's soft penalty: it grows linearly over the last `len` tokens before rollout.max_response_length."""
 
@@ -318,8 +272,7 @@ class RLConfig:
             raise UsageError(
                 f"reward.overlong_buffer.len={buffer.len} is longer than rollout.max_response_length={limit}"
             )
-        if self.rollout.temperature == 0:
-            raise UsageError("rollout.temperature=0 samples the same response every time: use a positive temperature")
+        check_rollout(self.rollout, self.mtp)
 
 
 def _check_launch(launch: str, distributed: DistributedConfig) -> None:

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent / "forerun"
 # From the bottom up; packages on one line must not import each other in a circle, which Python itself would refuse.
 LAYERS: list[set[str]] = [
     {"errors"},
+    {"cluster"},
     {"mtp"},
     {"families"},
     {"checkpoint"},
@@ -19,7 +20,7 @@ LAYERS: list[set[str]] = [
     {"report", "algorithms", "data", "rewards"},
     {"rollout", "engines"},
     {"config_check"},
-    {"config_algorithm"},
+    {"config_algorithm", "config_rollout"},
     {"config"},
     {"config_file"},
     {"trainers", "planner"},

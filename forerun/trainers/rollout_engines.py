@@ -90,6 +90,7 @@ def _vllm(config: RLConfig, engine: TrainingEngine, tokenizer: PreTrainedTokeniz
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         seed=config.trainer.seed,
         enforce_eager=rollout.enforce_eager,
+        trust_remote_code=config.model.trust_remote_code or None,
         engine_args={"tensor_parallel_size": rollout.tensor_model_parallel_size, **rollout.engine_kwargs},
     )
     return _served(config, engine, tokenizer, lambda path: VLLMEngine.launch(path, settings, bucket_bytes))
@@ -114,6 +115,8 @@ def _sglang(config: RLConfig, engine: TrainingEngine, tokenizer: PreTrainedToken
             max_num_seqs=rollout.max_num_seqs,
             max_model_len=rollout.max_prompt_length + rollout.max_response_length,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
+            enforce_eager=rollout.enforce_eager,
+            trust_remote_code=config.model.trust_remote_code,
             deterministic=True,  # the trainer seeds every request, and SGLang heeds seeds only so
             seed=config.trainer.seed,
         )

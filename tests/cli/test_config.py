@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,8 @@ def test_interpolation() -> None:
 
 
 CORRECTION = "algorithm.rollout_correction"
+URL = "base_url: 'http://127.0.0.1:8000'"
+STARTED = f"python: {sys.executable}"
 BAD = [
     ("optim.lrr=1", "unknown configuration key optim.lrr; did you mean optim.lr?"),
     ("lr=1", "unknown configuration key lr; did you mean optim.lr?"),
@@ -97,6 +100,21 @@ BAD = [
     ("rollout.base_url=u", "rollout.base_url is of rollout.engine=vllm and sglang"),
     ("rollout={engine: vllm, python: p, depth_control: auto}", "depth_control=auto is of rollout.engine=native"),
     ("rollout={engine: sglang, python: p, engine_kwargs: {a: 1}}", "engine_kwargs is of rollout.engine=vllm"),
+    ("rollout.dtype=bfloat16", "rollout.dtype is of rollout.engine=vllm and sglang"),
+    ("rollout.update_weights_bucket_megabytes=1", "update_weights_bucket_megabytes is of rollout.engine=vllm and"),
+    (
+        f"rollout={{{URL}, engine: sglang, enforce_eager: true}}",
+        "enforce_eager is of an engine that is started",
+    ),
+    ("rollout={engine: vllm, base_url: 'localhost:8000'}", "'localhost:8000' is not the address of a server"),
+    ("rollout={engine: vllm, python: /none}", "rollout.python='/none' is no interpreter here"),
+    (f"rollout={{{STARTED}, engine: vllm, deterministic: true}}", "deterministic=true is of rollout.engine=native and"),
+    (f"rollout={{{STARTED}, engine: vllm, dtype: fp4}}", "rollout.dtype=fp4 must be one of auto, float32"),
+    (f"rollout={{{STARTED}, engine: vllm, temperature: 3}}", "rollout.temperature=3.0 is none of vLLM's"),
+    (f"rollout={{{STARTED}, engine: vllm, engine_kwargs: {{seed: 1}}}}", "holds seed, which trainer.seed decides"),
+    (f"rollout={{{STARTED}, engine: sglang, top_p: 0.9}}", "rollout.top_p=0.9 without drafting"),
+    (f"rollout={{{URL}, engine: sglang, top_p: 0.9}}", "without top_k"),
+    ("rollout.depth_control=auto", "rollout.depth_control=auto has nothing to control"),
     ("rollout.engine=turbo", "rollout.engine=turbo must be one of native"),
     ("ppo_mini_batch_size=3", "train_batch_size=8 is no multiple of ppo_mini_batch_size=3"),
     ("trainer.logger=jsonl", "trainer.logger=jsonl must be a list (each item text), written [a, b]"),
@@ -113,6 +131,25 @@ BAD = [
     ("optim.betas=[1,", "cannot read the override 'optim.betas=[1,'"),
     ("optim.lr=${", "cannot read the override 'optim.lr=${'"),
 ]
+
+
+DRAFTING = "mtp={enable: true, enable_rollout: true"
+
+
+@pytest.mark.parametrize(
+    ("mtp", "rollout", "message"),
+    [
+        ("acceptance: greedy", "{n: 4}", "mtp.acceptance=greedy is not lossless with rollout.temperature=1.0"),
+        ("loss: ce", "{deterministic: true, depth_control: auto}", "which goes by measured times: unset one"),
+        ("method: eagle", f"{{engine: vllm, {STARTED}}}", "mtp.method='eagle'"),
+        ("loss: ce", f"{{engine: sglang, top_p: 0.9, {STARTED}}}", "rollout.top_p=0.9, min_p=0.0 without top_k"),
+        ("speculative_num_draft_tokens: 9", f"{{engine: sglang, {STARTED}}}", "num_draft_tokens=9: with"),
+    ],
+)
+def test_rollouts_that_cannot_be_drafted_so_are_one_line(mtp: str, rollout: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_config(RLConfig, None, [*REQUIRED, f"{DRAFTING}, {mtp}}}", f"rollout={rollout}"])
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("override", "message"), BAD)

@@ -50,6 +50,7 @@ def test_launch_arguments_in_full() -> None:
         max_num_seqs=64,
         max_model_len=4096,
         gpu_memory_utilization=0.7,
+        enforce_eager=True,
         deterministic=True,
         keeps_weights=True,
         trust_remote_code=True,
@@ -59,9 +60,10 @@ def test_launch_arguments_in_full() -> None:
     assert " ".join(launch_arguments(settings, mtp(), 30001)) == (
         "--model-path /models/mimo --host 127.0.0.1 --port 30001 --tp-size 2 --dtype bfloat16 "
         "--sampling-defaults openai --random-seed 5 --max-running-requests 64 --context-length 4096 "
-        "--mem-fraction-static 0.7 --enable-deterministic-inference --enable-memory-saver --enable-weights-cpu-backup "
-        "--trust-remote-code --speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1 "
-        "--speculative-num-draft-tokens 4 --speculative-use-rejection-sampling --log-level warning"
+        "--mem-fraction-static 0.7 --disable-cuda-graph --enable-deterministic-inference --enable-memory-saver "
+        "--enable-weights-cpu-backup --trust-remote-code --speculative-algorithm EAGLE "
+        "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4 "
+        "--speculative-use-rejection-sampling --log-level warning"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_a_run_rolls_out_on_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "mtp.enable_rollout=true",
         "trainer.total_steps=2",
         "rollout.engine=sglang",
-        "rollout.python=python",
+        f"rollout.python={sys.executable}",
     )
     model = attach(make_model(), config.mtp)
     engine = TorchEngine(model, engine_config(config.engine, config.optim, config.mtp, total_steps=2))

@@ -28,6 +28,7 @@ class LaunchSettings:
         max_num_seqs: requests that run at once; SGLang's own default while drafting is 48.
         max_model_len: longest prompt + completion.
         gpu_memory_utilization: share of the GPU's memory for weights and caches.
+        enforce_eager: run without CUDA graphs.
         deterministic: results do not depend on the batch and seeds are obeyed; slower.
         sleeps: memory can be given back.
         keeps_weights: a copy in the CPU's memory survives that.
@@ -45,6 +46,7 @@ class LaunchSettings:
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     gpu_memory_utilization: float | None = None
+    enforce_eager: bool = False
     deterministic: bool = False
     sleeps: bool = True
     keeps_weights: bool = False
@@ -72,6 +74,7 @@ def launch_arguments(settings: LaunchSettings, mtp: MTPConfig | None, port: int)
         if value is not None:
             arguments += [name, str(value)]
     for name, wanted in (
+        ("--disable-cuda-graph", settings.enforce_eager),
         ("--enable-deterministic-inference", settings.deterministic),
         ("--enable-memory-saver", settings.sleeps),
         ("--enable-weights-cpu-backup", settings.keeps_weights),
@@ -80,11 +83,16 @@ def launch_arguments(settings: LaunchSettings, mtp: MTPConfig | None, port: int)
         if wanted:
             arguments.append(name)
     if mtp is not None and mtp.enable_rollout and mtp.speculative_num_steps > 0:
-        arguments += _drafting(mtp)
+        arguments += drafting_arguments(mtp)
     return [*arguments, *settings.extra_arguments]
 
 
-def _drafting(mtp: MTPConfig) -> list[str]:
+def drafting_arguments(mtp: MTPConfig) -> list[str]:
+    """Those of drafting with the model's own block, which is taken to be on.
+
+    Raises:
+        UsageError: see `launch_arguments`.
+    """
     algorithm, steps, topk, tokens = (
         mtp.speculative_algorithm.upper(),
         mtp.speculative_num_steps,

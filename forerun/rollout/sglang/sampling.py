@@ -52,13 +52,15 @@ def why_not(sampling: SamplingParams, facts: ServerFacts, ends: frozenset[int]) 
         return f"seed={s.seed}, which SGLang passes over unless launched with --enable-deterministic-inference"
     if s.seed is not None and not -(2**63) <= s.seed < 2**63:
         return f"seed={s.seed}, which has more than 64 bits"
-    return None if s.temperature == 0 else _why_not_filters(s, facts)
+    return None if s.temperature == 0 else why_not_filters(s, facts.drafts)
 
 
-def _why_not_filters(s: SamplingParams, facts: ServerFacts) -> str | None:
-    if s.min_p > 0 and facts.drafts:
+def why_not_filters(sampling: SamplingParams, drafts: bool) -> str | None:
+    """The same for min-p, top-k and top-p at a temperature above 0."""
+    s = sampling
+    if s.min_p > 0 and drafts:
         return f"min_p={s.min_p} while drafting: SGLang's verification passes over it; use 0"
-    if s.top_p < 1 and not facts.drafts:
+    if s.top_p < 1 and not drafts:
         return (
             f"top_p={s.top_p} without drafting: SGLang takes it of all tokens at once with top_k, or reports no "
             "log-probs for it; use 1"

@@ -12,6 +12,22 @@ from forerun.families import present_depth, text_section
 from forerun.models import configuration_mimo
 from forerun.rollout.vllm.weights import ServedWeights
 
+# Arguments of EngineArgs that are not for `engine_kwargs` of an RL run, and what decides them.
+SET_BY_FORERUN = {
+    "model": "model.path",
+    "dtype": "rollout.dtype",
+    "max_model_len": "rollout.max_prompt_length + max_response_length",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "enforce_eager": "rollout.enforce_eager",
+    "seed": "trainer.seed",
+    "speculative_config": "mtp.num_speculative_tokens",
+    "per_request_spec_decode_metrics": "Forerun",
+    "generation_config": "Forerun",
+    "logprobs_mode": "Forerun",
+    "worker_extension_cls": "Forerun",
+}
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
