@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from forerun.data.detokenize import Detokenizer
 from forerun.rollout.native.engine import NativeEngine
-from forerun.rollout.native.stopping import StopStrings
+from forerun.rollout.stopping import StopStrings
 from forerun.rollout.protocol import Request, SamplingParams
 from tests.rollout import tiny
 from tests.rollout.reference import written

@@ -25,7 +25,7 @@ from forerun.rollout.native.products import Choice
 from forerun.rollout.native.requests import check_memory, check_stop_strings
 from forerun.rollout.native.run import Run
 from forerun.rollout.native.sequence import Running
-from forerun.rollout.native.stopping import StopStrings
+from forerun.rollout.stopping import StopStrings
 from forerun.rollout.protocol import Completion, NamedTensors, Request, SpeculationTotals
 from forerun.rollout.requests import check_requests
 from forerun.rollout.sync import check_complete, digest

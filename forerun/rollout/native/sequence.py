@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from forerun.rollout.native.stopping import StopStrings
+from forerun.rollout.stopping import StopStrings
 from forerun.rollout.protocol import Completion, FinishReason, Request
 
 

@@ -82,7 +82,9 @@ def test_an_abort_meets_who_runs_and_nobody_later(subject: Subject) -> None:
 
 def test_requests_that_join_a_running_call_are_completed_like_the_others(subject: Subject) -> None:
     subject.require("add")
-    asked = [replace(r, sampling=replace(r.sampling, max_tokens=2 + 3 * i)) for i, r in enumerate(mixed(subject)[:24])]
+    # vLLM's text on a prompt of one token depends on what else is in the batch, seed or not.
+    chosen = [request for request in mixed(subject) if len(request.prompt_token_ids) > 1][:24]
+    asked = [replace(r, sampling=replace(r.sampling, max_tokens=2 + 3 * i)) for i, r in enumerate(chosen)]
     whole = {c.request_id: c for c in subject.engine.generate(asked)}
     later = iter([asked[i : i + 3] for i in range(6, 24, 3)])
     finished: Counter[str] = Counter()
