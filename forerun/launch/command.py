@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from forerun.config import RLConfig, SFTConfig
 from forerun.config_file import load_config
 from forerun.launch.rank import check_device_count, is_rank, joined, run_as_rank
+from forerun.launch.ray_ranks import start_ranks as start_ray_ranks
 from forerun.launch.torchrun import start_ranks
 from forerun.trainers.setup import check_ranks, resolve_device
 
@@ -19,7 +20,7 @@ Verb = Literal["sft", "rl"]
 
 
 def run(verb: Verb, path: Path, overrides: Sequence[str]) -> None:
-    """One training run. `launch=torchrun` starts ranks; in a process that is a rank already, `launch` is not read.
+    """One training run. `launch=torchrun` and `launch=ray` start ranks; in a process that is one `launch` is not read.
 
     Raises:
         UsageError: a configuration that cannot be used, found before a process or a model is started.
@@ -34,9 +35,14 @@ def run(verb: Verb, path: Path, overrides: Sequence[str]) -> None:
         return
     settings = config.distributed
     check_ranks(config, settings.nnodes * settings.nproc_per_node)
-    if resolve_device(config.engine).type == "cuda":
+    is_elsewhere = config.launch == "ray" and settings.ray_address is not None
+    if not is_elsewhere and resolve_device(config.engine).type == "cuda":
         check_device_count(settings.nproc_per_node)
-    start_ranks([verb, str(path), *overrides], settings)
+    if config.launch == "ray":
+        wants_cuda = None if config.engine.device == "auto" else config.engine.device == "cuda"
+        start_ray_ranks(partial(_run_rank, verb, path.resolve(), overrides), settings, wants_cuda)
+    else:
+        start_ranks([verb, str(path), *overrides], settings)
 
 
 def _run_rank(verb: Verb, path: Path, overrides: Sequence[str]) -> None:

@@ -1,0 +1,107 @@
+"""Ray: a small one of this machine's own that ends with the run, or one that runs, by its address.
+
+This module and those that work inside Ray are the only ones that import it, and only when a run asks for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from forerun.errors import ForerunError, UsageError, one_line
+
+# A bucket of weights must fit several times; the memory is taken only as it is used.
+OBJECT_STORE_BYTES = 1 << 30
+_PASSED_ON = ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")
+_CONNECT_S = 10.0
+
+
+def import_ray() -> Any:
+    """The module, told to send nothing anywhere and to print only what a run prints.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    for name, value in (
+        ("RAY_USAGE_STATS_ENABLED", "0"),
+        ("RAY_DEDUP_LOGS", "0"),
+        ("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"),
+    ):
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ImportError:
+        raise UsageError("this needs Ray: pip install 'forerun[ray]'") from None
+    return ray
+
+
+@contextmanager
+def connected(address: str | None, cpus: int) -> Iterator[Any]:
+    """The module `ray`, connected. In a process that is connected already, that connection, which stays.
+
+    Args:
+        address: HOST:PORT of a Ray that runs, or "auto" for this machine's. None starts one here, on the loopback
+            interface alone and behind a token of its own, without a dashboard; it ends with the block, and if this
+            process is killed, with that.
+        cpus: that the one which is started says it has, if this machine has fewer.
+
+    Raises:
+        UsageError: Ray is not installed, or the address is no address.
+        ForerunError: it does not start, or nobody answers.
+    """
+    if address is None:
+        # Read when Ray is imported. Ray listens to the whole network otherwise, whatever address its node is given.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    ray = import_ray()
+    if ray.is_initialized():
+        yield ray
+        return
+    folder = tempfile.mkdtemp(prefix="ray-") if address is None else None
+    settings: dict[str, Any] = {
+        "address": address or "local",
+        "logging_level": logging.ERROR,
+        "runtime_env": {"env_vars": {name: os.environ[name] for name in _PASSED_ON if name in os.environ}},
+    }
+    if address is None:
+        settings |= {
+            "include_dashboard": False,
+            "num_cpus": max(cpus, len(os.sched_getaffinity(0))),
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_temp_dir": folder,
+        }
+    elif address != "auto":
+        _knock(address)
+    try:
+        try:
+            ray.init(**settings)
+        except (OSError, RuntimeError, ValueError) as error:
+            where = "does not start" if address is None else f"at distributed.ray_address={address} cannot be used"
+            raise ForerunError(f"Ray {where}: {one_line(error)}") from error
+        yield ray
+    finally:
+        ray.shutdown()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _knock(address: str) -> None:
+    """Find out that nobody is there before Ray does, which takes minutes over it."""
+    host, colon, port = address.rpartition(":")
+    if not colon or "//" in address or not port.isdecimal():
+        raise UsageError(f"distributed.ray_address={address} is no address: give the HOST:PORT of `ray start --head`")
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
+    except OSError as error:
+        raise ForerunError(
+            f"nobody answers at distributed.ray_address={address} ({one_line(error)}): start Ray there "
+            "(ray start --head), or unset it to start one on this machine"
+        ) from error
