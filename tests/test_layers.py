@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent / "forerun"
 LAYERS: list[set[str]] = [
     {"errors"},
     {"cluster"},
+    {"cluster"},
     {"mtp"},
     {"families"},
     {"checkpoint"},
