@@ -12,7 +12,6 @@ ROOT = Path(__file__).parent.parent / "forerun"
 LAYERS: list[set[str]] = [
     {"errors"},
     {"cluster"},
-    {"cluster"},
     {"mtp"},
     {"families"},
     {"checkpoint"},
