@@ -146,6 +146,8 @@ class TrainerConfig:
     seed: int = bounded(0, ge=0)
     # Go on from the newest checkpoint in output_dir, if there is one.
     resume: bool = True
+    # Copy the state and write it while training goes on, instead of waiting until it is on the disk.
+    async_save: bool = False
     # Newest checkpoints that are kept; 0 keeps all.
     save_total_limit: int = bounded(2, ge=0)
     # What an alarm does (acceptance of exactly 1.00, MTP loss above ln V, a drafter that differs): warn once, or stop.

@@ -31,6 +31,23 @@ class RankGroup:
         if mesh is not None:
             self._group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of all of them; None for a process alone."""
+        return self._group
+
+    def apart(self) -> RankGroup:
+        """The same ranks over a process group of its own, in host memory: for a thread beside the training.
+
+        Every rank calls it at the same point.
+        """
+        same = RankGroup()
+        same.rank, same.size = self.rank, self.size
+        if self._group is not None:
+            members = dist.get_process_group_ranks(self._group)
+            same._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        return same
+
     def deal(self, items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
         """This rank's items, each with whether it counts.
 
@@ -79,20 +96,40 @@ class RankGroup:
         dist.all_reduce(raised, dist.ReduceOp.MAX, group=self._group)
         return bool(raised)
 
-    def on_first(self, write: Callable[[], None]) -> None:
-        """Call `write` on rank 0 alone; the others wait for it.
+    def on_first(self, work: Callable[[], Result]) -> Result:
+        """Call `work` on rank 0 alone; the others wait for it. What it returned there, on every rank.
 
         Raises:
             ForerunError: on every rank, if it failed there.
         """
         failure: Exception | None = None
+        result: Any = None
         if self.rank == 0:
             try:
-                write()
+                result = work()
             except Exception as error:
                 failure = error
-        said = self.agree(None if failure is None else one_line(failure))
+        said, result = self.agree((None if failure is None else one_line(failure), result))
         if failure is not None:
             raise failure
         if said is not None:
             raise ForerunError(f"rank 0: {said}")
+        return result
+
+    def on_each(self, work: Callable[[], None]) -> None:
+        """Call `work`, in which no rank waits for another, on every rank; they wait until all have.
+
+        Raises:
+            ForerunError: on every rank, if it failed on any.
+        """
+        failure: Exception | None = None
+        try:
+            work()
+        except Exception as error:
+            failure = error
+        said = self.collect(self.size, [None if failure is None else one_line(failure)])
+        if failure is not None:
+            raise failure
+        for rank, line in enumerate(said):
+            if line is not None:
+                raise ForerunError(f"rank {rank}: {line}")

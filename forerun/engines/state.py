@@ -1,18 +1,13 @@
-"""Resume state on disk: what a training step depends on besides the model's weights, as safetensors and JSON.
+"""What a training step depends on besides the model's weights: optimizer, schedule, random numbers, step count.
 
-A checkpoint is a directory `checkpoint-<step>` inside the run directory: the model as a Hugging Face directory, and
-beside its files `optimizer.safetensors` (moments under parameter names), `random_state.safetensors` and
-`trainer_state.json`. Nothing is pickled.
+A checkpoint is a directory `checkpoint-<step>` inside the run directory; docs/checkpoints.md says what lies in it.
+Nothing is pickled.
 """
 
 from __future__ import annotations
 
-import glob
 import json
-import os
 import random
-import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,144 +19,66 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from forerun.engines.data_parallel import like, whole
-from forerun.errors import ForerunError
-from forerun.report.atomic import failures
+from forerun.engines.checkpoint_directory import STATE_FILE, flush
+from forerun.engines.ranks import RankGroup
+from forerun.engines.tensor_shards import SavedTensors, write_tensors
+from forerun.errors import ForerunError, one_line
+from forerun.report.atomic import write_text
 
-STATE_FILE = "trainer_state.json"
-OPTIMIZER_FILE = "optimizer.safetensors"
-RANDOM_FILE = "random_state.safetensors"
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-
-
-def checkpoints(run_dir: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first. A directory being written has another name and is not listed."""
-    if not run_dir.is_dir():
-        return []
-    found = [(int(match[1]), path) for path in run_dir.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if (path / STATE_FILE).is_file()]
-
-
-def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest whole checkpoint by step number, or None."""
-    found = checkpoints(run_dir)
-    return found[-1] if found else None
-
-
-def prune_checkpoints(run_dir: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints (at least one stays; 0 keeps all)."""
-    if keep < 1:
-        return
-    for path in checkpoints(run_dir)[:-keep]:
-        # Renamed first, so that a kill in the middle leaves nothing that looks like a checkpoint.
-        doomed = path.with_name(f".{path.name}.deleted")
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-
-
-@contextmanager
-def whole_directory(directory: Path) -> Iterator[Path]:
-    """A directory to write into that takes the name `directory` only when the block ends well and all is on the disk.
-
-    Until then it has a dotted name beside it, which an interrupted run leaves behind and the next save clears away. A
-    directory already there is replaced.
-
-    Raises:
-        ForerunError: disk full, permission denied and the like; what was there before stays.
-    """
-    unfinished = directory.with_name(f".{directory.name}.unfinished")
-    replaced = directory.with_name(f".{directory.name}.replaced")
-    with failures(directory):
-        _put_back(replaced, directory)  # of a save that was killed between its two renames
-        # The last are `checkpoint.writer.scratch_directory`'s, of a save killed while it wrote the model.
-        inner = directory.parent.glob(f".{glob.escape(unfinished.name)}.*.partial")
-        for leftover in (unfinished, replaced, *inner):
-            shutil.rmtree(leftover, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        try:
-            yield unfinished
-            for path in [*unfinished.rglob("*"), unfinished]:
-                _flush(path)
-            if directory.exists():
-                directory.rename(replaced)
-            unfinished.rename(directory)
-            _flush(directory.parent)
-        except BaseException:
-            _put_back(replaced, directory)
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
-        shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _put_back(replaced: Path, directory: Path) -> None:
-    if replaced.exists() and not directory.exists():
-        replaced.rename(directory)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """The model's tensors of a checkpoint, one at a time, under Hugging Face names.
-
-    Raises:
-        ForerunError: there are none, or a file is damaged.
-    """
-    files = [f for f in sorted(directory.glob("*.safetensors")) if f.name not in (OPTIMIZER_FILE, RANDOM_FILE)]
-    if not files:
-        raise ForerunError(f"{directory} is not a training checkpoint: it has no model weights")
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is not a dict
-                    yield name, tensors.get_tensor(name)
-        except SafetensorError as error:
-            raise ForerunError(f"{file} cannot be read ({error}): resume from an older checkpoint") from error
+OPTIMIZER_DIRECTORY = "optimizer"
+RANDOM_DIRECTORY = "random"
+# Checkpoints from before ranks wrote their own parts do not list their files. The optimizer's tensors lie among the
+# model's there, and rank 0's random numbers in this file.
+OLD_RANDOM_FILE = "random_state.safetensors"
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Every state tensor in full as `<key>:<parameter name>`, e.g. `exp_avg:model.layers.0.mlp.up_proj.weight`."""
+    """Every state tensor as `<key>:<parameter name>`, e.g. `exp_avg:lm_head.weight`; one in shards stays in shards."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in named.items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}:{name}"] = whole(torch.as_tensor(value).detach()).cpu().contiguous()
+            tensors[f"{key}:{name}"] = torch.as_tensor(value).detach()
     return tensors
 
 
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
-) -> None:
-    """Put `optimizer_tensors`' result back.
+def optimizer_targets(named: Mapping[str, nn.Parameter], index: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors to read `optimizer_tensors`' result into, laid out over ranks and devices as their parameters are.
+
+    Args:
+        named: the parameters that are trained.
+        index: names and shapes of the saved ones.
 
     Raises:
         ForerunError: state that belongs to no parameter of this optimizer, or has another shape.
     """
-    state: dict[str, dict[str, Tensor]] = {}
-    for full_name, value in tensors.items():
+    targets: dict[str, Tensor] = {}
+    for full_name, saved in index.items():
         key, _, name = full_name.partition(":")
         if name not in named:
             raise ForerunError(
                 f"the checkpoint holds optimizer state of {name}, which is not being trained now: "
                 "resume with the same train_trunk and mtp settings"
             )
-        if key != "step" and value.shape != named[name].shape:
+        if key == "step":  # AdamW keeps it on the CPU (unless fused)
+            targets[full_name] = torch.zeros(saved.shape, dtype=saved.dtype)
+            continue
+        if saved.shape != named[name].shape:
             raise ForerunError(
-                f"optimizer state of {name} has shape {list(value.shape)}, the parameter {list(named[name].shape)}: "
+                f"optimizer state of {name} has shape {list(saved.shape)}, the parameter {list(named[name].shape)}: "
                 "the checkpoint belongs to another model"
             )
-        state.setdefault(name, {})[key] = value
+        targets[full_name] = torch.zeros_like(named[name].detach())
+    return targets
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+) -> None:
+    """Put `optimizer_tensors`' result back."""
     optimizer.state.clear()
-    for name, entries in state.items():
-        parameter = named[name]
-        # AdamW keeps its step counts on the CPU (unless fused) and the moments beside the parameter.
-        optimizer.state[parameter] = {
-            key: value.clone() if key == "step" else like(value, parameter).clone() for key, value in entries.items()
-        }
+    for full_name, value in tensors.items():
+        key, _, name = full_name.partition(":")
+        optimizer.state[named[name]][key] = value
 
 
 def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -192,67 +109,136 @@ def restore_random_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any
     random.setstate((version, tuple(internal), gauss_next))
 
 
-def write_state(
-    directory: Path,
-    moments: dict[str, Tensor],
+def state_document(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     named: Mapping[str, nn.Parameter],
     global_step: int,
     extra: Mapping[str, Any],
-) -> None:
-    """Write the three state files into `directory`, which the caller renames into place when all is there.
-
-    `moments` are `optimizer_tensors` of this optimizer.
-    """
-    save_file(moments, directory / OPTIMIZER_FILE)
-    tensors, random_values = random_state()
-    save_file(tensors, directory / RANDOM_FILE)
-    schedule = {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"}
-    content = {
+) -> dict[str, Any]:
+    """Everything that is no tensor, as JSON."""
+    return {
         "global_step": global_step,
         # Not all of them need have optimizer state: an expert that no token reached has never had a gradient.
         "trained": sorted(named),
-        "scheduler": schedule,
+        "scheduler": {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"},
         "learning_rates": [group["lr"] for group in optimizer.param_groups],
-        "random": random_values,
         "extra": dict(extra),
     }
-    (directory / STATE_FILE).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-def read_state(
+def write_state(
     directory: Path,
-    optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler,
-    named: Mapping[str, nn.Parameter],
-) -> tuple[int, dict[str, Any]]:
-    """Restore optimizer, schedule and random numbers. Returns (global step, the trainer's extra).
+    weights: Mapping[str, Tensor],
+    moments: Mapping[str, Tensor],
+    randoms: tuple[dict[str, Tensor], dict[str, Any]],
+    document: Mapping[str, Any],
+    ranks: RankGroup,
+) -> None:
+    """Write into a checkpoint that is being written. Every rank calls it.
+
+    Args:
+        directory: where the model lies already if its weights are not among `weights`.
+        weights: under their checkpoint names, in shards.
+        moments: `optimizer_tensors`.
+        randoms: this rank's `random_state`.
+        document: `state_document`.
+        ranks: who writes.
+    """
+    own = directory / RANDOM_DIRECTORY / f"{ranks.rank:05}.safetensors"
+
+    def write_own() -> None:
+        own.parent.mkdir(exist_ok=True)
+        save_file(randoms[0], own, {"values": json.dumps(randoms[1])})
+        flush(own)
+
+    def write_document() -> None:
+        files = sorted(directory.rglob("*.safetensors"))
+        sizes = {file.relative_to(directory).as_posix(): file.stat().st_size for file in files}
+        content = {**document, "num_ranks": ranks.size, "files": sizes}
+        write_text(directory / STATE_FILE, json.dumps(content, indent=1))
+
+    ranks.on_each(write_own)
+    if weights:
+        write_tensors(directory, weights, ranks)
+    # Apart: transformers takes a directory with such files for a model in shards.
+    write_tensors(directory / OPTIMIZER_DIRECTORY, moments, ranks)
+    ranks.on_first(write_document)
+
+
+class SavedState:
+    """A checkpoint to resume from, whatever the number of ranks that wrote it. Every rank makes one.
+
+    Attributes:
+        document: `state_document`'s.
+        weights, moments: names of the model's tensors and of `optimizer_tensors`, each with a meta tensor of its shape.
 
     Raises:
-        ForerunError: a file is missing or damaged, or the state is another model's.
+        ForerunError: a file is missing or damaged.
     """
-    try:
+
+    def __init__(self, directory: Path, ranks: RankGroup) -> None:
+        self._directory = directory
+        self._rank = ranks.rank
+        self.document = ranks.on_first(lambda: _read_document(directory))
+        self._weights = self._moments = SavedTensors(directory, ranks)
+        if "files" in self.document:
+            self._moments = SavedTensors(directory / OPTIMIZER_DIRECTORY, ranks)
+        index = {name: tensor for name, tensor in self._weights.index.items() if not _is_random(name)}
+        self.weights = {name: tensor for name, tensor in index.items() if ":" not in name}
+        self.moments = {name: tensor for name, tensor in self._moments.index.items() if ":" in name}
+        if not self.weights:
+            raise ForerunError(f"{directory} is not a training checkpoint: it has no model weights")
+
+    def check_trained(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Raise a ForerunError if one of the parameters was not trained."""
+        if missing := sorted(named.keys() - set(self.document["trained"])):
+            raise ForerunError(
+                f"the checkpoint was made without training {missing[0]} (and {len(missing) - 1} more): "
+                "resume with the same train_trunk and mtp settings"
+            )
+
+    def read(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
+        """Fill them in place, whatever their layout over ranks is. Every rank calls it."""
+        self._weights.read(weights)
+        self._moments.read(moments)
+
+    def restore_random_state(self) -> None:
+        """Set the generators as they were on this rank; on another number of ranks than wrote them, as on this rank
+        modulo that number."""
+        with _reading(self._directory):
+            if "files" not in self.document:
+                restore_random_state(load_file(self._directory / OLD_RANDOM_FILE), self.document["random"])
+                return
+            rank = self._rank % int(self.document["num_ranks"])
+            with safe_open(self._directory / RANDOM_DIRECTORY / f"{rank:05}.safetensors", framework="pt") as saved:
+                tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118 - no dict
+                restore_random_state(tensors, json.loads(saved.metadata()["values"]))
+
+
+def _read_document(directory: Path) -> dict[str, Any]:
+    if not (directory / STATE_FILE).is_file():
+        raise ForerunError(f"{directory} is not a training checkpoint: {STATE_FILE} is missing")
+    with _reading(directory):
         content = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
-        if absent := {"global_step", "trained", "scheduler", "learning_rates", "random", "extra"} - set(content):
+        if absent := {"global_step", "trained", "scheduler", "learning_rates", "extra"} - set(content):
             raise ValueError(f"{STATE_FILE} lacks {min(absent)}")
-        trained = set(content["trained"])
-        moments = load_file(directory / OPTIMIZER_FILE)
-        randoms = load_file(directory / RANDOM_FILE)
-    except FileNotFoundError as error:
-        raise ForerunError(
-            f"{directory} is not a training checkpoint: {Path(error.filename or '').name or error} is missing"
-        ) from None
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ForerunError(f"{directory} cannot be read ({error}): resume from an older checkpoint") from error
-    if missing := sorted(named.keys() - trained):
-        raise ForerunError(
-            f"the checkpoint was made without training {missing[0]} (and {len(missing) - 1} more): "
-            "resume with the same train_trunk and mtp settings"
-        )
-    restore_optimizer(optimizer, named, moments)
-    scheduler.load_state_dict({**content["scheduler"], "lr_lambdas": [None] * len(optimizer.param_groups)})
-    for group, lr in zip(optimizer.param_groups, content["learning_rates"], strict=True):
-        group["lr"] = lr
-    restore_random_state(randoms, content["random"])
-    return int(content["global_step"]), content["extra"]
+        for name, size in content.get("files", {}).items():
+            # A shard that is not there would leave its part of the weights as they are.
+            if (found := (directory / name).stat().st_size) != size:
+                raise ValueError(f"{name} has {found} bytes instead of {size}")
+        return content
+
+
+@contextmanager
+def _reading(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
+        said = f"{directory} cannot be read ({one_line(error)}): resume from an older checkpoint"
+        raise ForerunError(said) from error
+
+
+def _is_random(name: str) -> bool:
+    """Whether a tensor is of an OLD_RANDOM_FILE, which lies among the model's."""
+    return name in ("torch", "numpy") or name.startswith("cuda.")

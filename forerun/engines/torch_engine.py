@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from forerun.data.batch import Batch
-from forerun.engines.data_parallel import DataParallel, ShardingConfig, like, whole
+from forerun.engines.data_parallel import DataParallel, ShardingConfig, whole
 from forerun.engines.hidden_cache import HiddenCache
 from forerun.engines.optimizer import (
     OptimizerConfig,
@@ -29,9 +29,19 @@ from forerun.engines.optimizer import (
     learning_rates,
 )
 from forerun.engines.protocol import LossFn, NonFiniteError, merge_metrics, predicted_mask
-from forerun.engines.state import optimizer_tensors, read_state, read_weights, whole_directory, write_state
+from forerun.engines.ranks import RankGroup
+from forerun.engines.saving import Saver, Tensors
+from forerun.engines.state import (
+    SavedState,
+    optimizer_targets,
+    optimizer_tensors,
+    random_state,
+    restore_optimizer,
+    state_document,
+    write_state,
+)
 from forerun.errors import UsageError
-from forerun.models.carrier import MTPCarrier, load_named_weights, mtp_weight_names, named_weights
+from forerun.models.carrier import MTPCarrier, check_names, mtp_weight_names, named_weights
 from forerun.models.training import MTPOutput, mtp_forward
 from forerun.models.trunk import base_model, project
 from forerun.mtp.config import MTPConfig
@@ -148,6 +158,7 @@ class TorchEngine:
         if self.config.activation_recompute:
             model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         self.global_step = 0
+        self._saver = Saver(self.ranks)
         self._drop_step = False
 
     @property
@@ -354,33 +365,45 @@ class TorchEngine:
 
         self.ranks.on_first(write)
 
-    def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
-        state_dict = self._state_dict()
-        moments = optimizer_tensors(self.optimizer, self.groups.named())
+    def save(self, directory: Path, extra: Mapping[str, Any] | None = None, wait: bool = True) -> None:
+        named = self.groups.named()
+        document = state_document(self.optimizer, self.scheduler, named, self.global_step, extra or {})
+        randoms = random_state()
+        # Without shards the model lies there as a Hugging Face directory.
+        whole_model = {} if self.ranks.sharded else self.model.state_dict()
+        shards = dict(named_weights(self.model)) if self.ranks.sharded else {}
+        groups = {"model": whole_model, "shards": shards, "moments": optimizer_tensors(self.optimizer, named)}
 
-        def write() -> None:
-            with whole_directory(directory) as unfinished:
+        def write(unfinished: Path, tensors: Tensors, ranks: RankGroup) -> None:
+            if tensors["model"]:
                 # As the modules hold them, so that every name finds its weight again; `export` writes the family's
                 # files.
-                self.model.save_pretrained(unfinished, state_dict=state_dict, save_original_format=False)
-                write_state(
-                    unfinished,
-                    moments,
-                    self.optimizer,
-                    self.scheduler,
-                    self.groups.named(),
-                    self.global_step,
-                    extra or {},
-                )
+                self.model.save_pretrained(unfinished, state_dict=dict(tensors["model"]), save_original_format=False)
+            write_state(unfinished, tensors["shards"], tensors["moments"], randoms, document, ranks)
 
-        self.ranks.on_first(write)
+        self._saver.save(directory, groups, write, wait)
 
+    def finish_saves(self) -> None:
+        self._saver.finish()
+
+    @torch.no_grad()
     def load(self, directory: Path) -> dict[str, Any]:
-        own = dict(named_weights(self.model))
-        given = {name: like(tensor, own[name]) if name in own else tensor for name, tensor in read_weights(directory)}
-        load_named_weights(self.model, given)
-        self.global_step, extra = read_state(directory, self.optimizer, self.scheduler, self.groups.named())
-        return extra
+        self.finish_saves()
+        saved, own, named = SavedState(directory, self.ranks), dict(named_weights(self.model)), self.groups.named()
+        check_names(own, saved.weights)
+        moments = optimizer_targets(named, saved.moments)
+        saved.check_trained(named)
+        saved.read(own, moments)
+        document = saved.document
+        restore_optimizer(self.optimizer, named, moments)
+        self.scheduler.load_state_dict(
+            {**document["scheduler"], "lr_lambdas": [None] * len(self.optimizer.param_groups)}
+        )
+        for group, lr in zip(self.optimizer.param_groups, document["learning_rates"], strict=True):
+            group["lr"] = lr
+        saved.restore_random_state()
+        self.global_step = int(document["global_step"])
+        return document["extra"]
 
     def _state_dict(self) -> dict[str, Tensor] | None:
         """The whole state dict, in rank 0's host memory; None without shards, where the model's own will do."""

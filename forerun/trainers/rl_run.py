@@ -193,7 +193,7 @@ class RLRun(ABC):
         run = RunDirectory(self.config, config, self.ranks)
         metrics: Metrics = {}
         self.alarms.record = run.log_alarm
-        with run.writers, self._owned:
+        with run.writers, self._owned, run.saving(self.engine):
             resumed = run.resume(self.engine)
             if resumed is not None:
                 self.load_state_dict(resumed)

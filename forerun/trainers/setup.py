@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,11 @@ from forerun.config import (
 )
 from forerun.config_check import check
 from forerun.config_file import save_config
+from forerun.engines.checkpoint_directory import latest_checkpoint, prune_checkpoints
 from forerun.engines.data_parallel import ShardingConfig
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import TrainingEngine
 from forerun.engines.ranks import RankGroup
-from forerun.engines.state import latest_checkpoint, prune_checkpoints
 from forerun.engines.torch_engine import TorchEngineConfig
 from forerun.errors import ForerunError, UsageError, one_line
 from forerun.families import declared_depth, family_of, present_depth
@@ -264,9 +265,37 @@ class RunDirectory:
             save_config(self.config, self.path)
 
     def save(self, engine: TrainingEngine, extra: Mapping[str, Any]) -> Path:
-        """Write a checkpoint of the engine's current step and delete those past `save_total_limit`."""
+        """Write a checkpoint of the engine's current step and delete those past `save_total_limit`.
+
+        With `trainer.async_save` it is still being written on return; `saving` waits for the last one.
+
+        Raises:
+            ForerunError: it, or the one before, could not be written.
+        """
+        self._finish_saves(engine)
         path = self.path / f"checkpoint-{engine.global_step}"
-        engine.save(path, extra)
+        engine.save(path, extra, wait=not self.trainer.async_save)
+        self._prune()
+        return path
+
+    @contextmanager
+    def saving(self, engine: TrainingEngine) -> Iterator[None]:
+        """Around the training: waits at its end, or where it fails, for a checkpoint that is still being written."""
+        try:
+            yield
+        except BaseException:
+            try:
+                self._finish_saves(engine)
+            except ForerunError as error:
+                logger.warning("%s", error)
+            raise
+        self._finish_saves(engine)
+
+    def _finish_saves(self, engine: TrainingEngine) -> None:
+        engine.finish_saves()
+        self._prune()
+
+    def _prune(self) -> None:
         if self.is_writer:
             prune_checkpoints(self.path, self.trainer.save_total_limit)
 

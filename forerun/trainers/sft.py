@@ -146,7 +146,7 @@ class SFTTrainer:
         run = RunDirectory(self.config, config, self.engine.ranks)
         metrics: Metrics = {}
         self.alarms.record = run.log_alarm
-        with run.writers:
+        with run.writers, run.saving(engine):
             resumed = run.resume(engine)
             if resumed is not None:
                 self.order.load_state_dict(resumed["order"])

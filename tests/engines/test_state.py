@@ -9,7 +9,17 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from forerun.engines.state import optimizer_tensors, read_state, whole_directory, write_state
+from forerun.engines.checkpoint_directory import whole_directory
+from forerun.engines.ranks import RankGroup
+from forerun.engines.state import (
+    SavedState,
+    optimizer_targets,
+    optimizer_tensors,
+    random_state,
+    restore_optimizer,
+    state_document,
+    write_state,
+)
 from forerun.errors import ForerunError
 
 
@@ -51,15 +61,29 @@ def adam(model: nn.Module) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.
 
 
 def test_a_parameter_that_never_had_a_gradient_does_not_stop_a_resume(tmp_path: Path) -> None:
-    """An expert of a mixture that no token has reached yet, for instance."""
+    """An expert of a mixture that no token has reached yet, for instance; nor does a save before the first step."""
     model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
     optimizer, schedule = adam(model)
+    named, alone = dict(model.named_parameters()), RankGroup()
+
+    def saved() -> SavedState:
+        document = state_document(optimizer, schedule, named, 1, {"place": 7})
+        weights = {name: parameter.detach() for name, parameter in named.items()}
+        with whole_directory(tmp_path / "checkpoint-1") as unfinished:
+            write_state(unfinished, weights, optimizer_tensors(optimizer, named), random_state(), document, alone)
+        return SavedState(tmp_path / "checkpoint-1", alone)
+
+    assert saved().moments == {}
     model["used"](torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    named = dict(model.named_parameters())
-    write_state(tmp_path, optimizer_tensors(optimizer, named), optimizer, schedule, named, 1, {"place": 7})
-    again, again_schedule = adam(model)
-    assert read_state(tmp_path, again, again_schedule, named) == (1, {"place": 7})
+    state = saved()
+    assert (state.document["global_step"], state.document["extra"]) == (1, {"place": 7})
+    targets = optimizer_targets(named, state.moments)
+    state.read({}, targets)
+    again, _ = adam(model)
+    restore_optimizer(again, named, targets)
     assert {id(p) for p in again.state} == {id(p) for p in model["used"].parameters()}
+    expected = optimizer_tensors(optimizer, named)
+    assert len(expected) == 6 and all(torch.equal(expected[name], found) for name, found in targets.items())
     with pytest.raises(ForerunError, match=r"without training new\.weight"):
-        read_state(tmp_path, again, again_schedule, named | {"new.weight": nn.Parameter(torch.ones(2))})
+        state.check_trained(named | {"new.weight": nn.Parameter(torch.ones(2))})

@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import forerun
 from forerun.data.batch import Batch
 from forerun.data.packing import Document
+from forerun.engines.checkpoint_directory import checkpoints, latest_checkpoint, prune_checkpoints
 from forerun.engines.hidden_cache import HiddenCache
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import NonFiniteError, TrainingEngine, predicted_mask
-from forerun.engines.state import checkpoints, latest_checkpoint, prune_checkpoints
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.errors import ForerunError, UsageError
 from forerun.models.attach import attach
@@ -367,7 +367,7 @@ def test_checkpoints_of_another_model_or_setting_are_refused(tmp_path: Path) -> 
     (tmp_path / "checkpoint-1" / "trainer_state.json").write_text("{")
     with pytest.raises(ForerunError, match="cannot be read"):
         resumable(0).load(tmp_path / "checkpoint-1")
-    with pytest.raises(ForerunError, match="no model weights"):
+    with pytest.raises(ForerunError, match=r"is not a training checkpoint: trainer_state\.json is missing"):
         resumable(0).load(tmp_path)
 
 

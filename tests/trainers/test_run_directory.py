@@ -9,7 +9,7 @@ import pytest
 
 from forerun.config import SFTConfig
 from forerun.config_file import load_config
-from forerun.engines.state import checkpoints, whole_directory
+from forerun.engines.checkpoint_directory import checkpoints, whole_directory
 from forerun.errors import ForerunError, UsageError
 from forerun.trainers.sft import SFTTrainer
 

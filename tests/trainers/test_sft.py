@@ -16,7 +16,7 @@ import forerun
 from forerun.config import SFTConfig
 from forerun.config_file import load_config
 from forerun.data.batch import Batch
-from forerun.engines.state import checkpoints
+from forerun.engines.checkpoint_directory import checkpoints
 from forerun.errors import ForerunError, UsageError
 from forerun.models.carrier import MTPCarrier, named_weights
 from forerun.trainers.alarms import AlarmError
