@@ -25,6 +25,7 @@ from forerun.rollout.native.products import Choice
 from forerun.rollout.native.requests import check_memory, check_stop_strings
 from forerun.rollout.native.run import Run
 from forerun.rollout.native.sequence import Running
+from forerun.rollout.native.weight_update import WeightUpdate
 from forerun.rollout.stopping import StopStrings
 from forerun.rollout.protocol import Completion, NamedTensors, Request, SpeculationTotals
 from forerun.rollout.requests import check_requests
@@ -107,6 +108,7 @@ class NativeEngine:
         self._call: _Call | None = None
         self._joining = threading.Lock()  # no request joins a call that ends at this moment
         self._stepping = threading.RLock()  # held during a step, and by what may not happen during one
+        self._update: WeightUpdate | None = None  # one that has not arrived whole
 
     @classmethod
     def from_model(
@@ -193,6 +195,8 @@ class NativeEngine:
                 tokenizer; the rule `greedy` with a temperature.
             ForerunError: the engine sleeps or is generating, or the model's logits are not finite.
         """
+        if self._update is not None:
+            raise ForerunError("the rollout engine holds a part of a weight update: send the update whole")
         if self._asleep:
             raise ForerunError("the rollout engine sleeps: call wake() before generate()")
         if self._call is not None:
@@ -352,6 +356,34 @@ class NativeEngine:
                 self.runner.weights[name].copy_(tensor)
             self.runner.refresh()
             self.weight_version = version
+            self._update = None
+
+    def begin_update(self) -> WeightUpdate:
+        """A weight update in parts, for weights that come from afar: unlike with `update_weights`, those that arrived
+        have replaced the old ones when a later one fails. The engine generates again after `end_update`, or a whole
+        `update_weights`.
+
+        Raises:
+            ForerunError: the engine is generating.
+        """
+        if self._call is not None:
+            raise ForerunError("the rollout engine is generating: a weight update in parts waits until that has ended")
+        self._update = WeightUpdate(self.runner.weights)
+        return self._update
+
+    def end_update(self, version: int) -> None:
+        """Every weight has arrived: go on with them.
+
+        Raises:
+            ForerunError: one has not, or no update was begun.
+        """
+        if self._update is None:
+            raise ForerunError("no weight update was begun")
+        self._update.check()
+        with self._stepping:
+            self.runner.refresh()
+            self.weight_version = version
+            self._update = None
 
     def drafter_digest(self) -> str:
         """`rollout.sync.digest` of the MTP block's weights in the engine's dtype, under their checkpoint names."""
