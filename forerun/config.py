@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from forerun.config_algorithm import AlgorithmConfig
+from forerun.config_async import AsyncTrainingConfig, check_async
 from forerun.config_check import bounded
 from forerun.config_rollout import RolloutConfig, check_rollout
 from forerun.errors import UsageError
@@ -240,6 +241,7 @@ class RLConfig:
     mtp: MTPConfig = field(default_factory=MTPConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -275,13 +277,16 @@ class RLConfig:
                 f"reward.overlong_buffer.len={buffer.len} is longer than rollout.max_response_length={limit}"
             )
         check_rollout(self.rollout, self.mtp)
+        check_async(self.async_training, self.algorithm, self.rollout, self.data.gen_batch_size)
 
 
 def _check_launch(launch: str, distributed: DistributedConfig) -> None:
     if launch == "torchrun" and distributed.ray_address is not None:
         raise UsageError("distributed.ray_address is of launch=ray: set that, or unset it")
     if launch == "ray" and distributed.rdzv_endpoint is not None:
-        raise UsageError("distributed.rdzv_endpoint is of launch=torchrun: with launch=ray give distributed.ray_address")
+        raise UsageError(
+            "distributed.rdzv_endpoint is of launch=torchrun: with launch=ray give distributed.ray_address"
+        )
 
 
 def _need_model_and_data(model: ModelConfig, data: DataConfig) -> None:

@@ -47,7 +47,8 @@ class RolloutCorrectionConfig:
     rollout_rs: str | None = None
     rollout_rs_threshold: str | None = None
     # Take the rollout's log-probs for the old policy's: the clipped ratio then covers the gap, and saves a forward.
-    bypass_mode: bool = False
+    # null is true in asynchronous training on older weights' samples, if nothing above corrects for these; else false.
+    bypass_mode: bool | None = None
 
     def validate(self, prefix: str) -> None:
         upper, _ = self.importance_bounds(prefix)

@@ -1,0 +1,84 @@
+"""The section `async_training` of an RL run: rollout and training at the same time (docs/async.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from forerun.config_algorithm import AlgorithmConfig
+from forerun.config_check import bounded
+from forerun.config_rollout import RolloutConfig
+from forerun.errors import UsageError
+
+
+@dataclass
+class AsyncTrainingConfig:
+    """Rollout workers generate while the trainer trains, on weights that are a bounded number of steps old.
+
+    Weights have the version of the RL step after which they were taken.
+    """
+
+    enable: bool = False
+    # RL steps by which the weights that sample a token may be older than those that are trained on it; 0 takes turns as
+    # synchronous training does. (verl's staleness_threshold is a share of stale samples instead.)
+    max_staleness: int = bounded(1, ge=0)
+    # RL steps from one weight update to the next. One comes also before a checkpoint and before an evaluation.
+    trigger_parameter_sync_step: int = bounded(1, ge=1)
+    # At an update: cut short what runs, and write it on with the new weights; false finishes it first with the old.
+    partial_rollout: bool = True
+    # Rollout engines, each with its copy of the weights.
+    num_workers: int = bounded(1, ge=1)
+
+
+def check_async(
+    settings: AsyncTrainingConfig, algorithm: AlgorithmConfig, rollout: RolloutConfig, gen_batch_size: int | None
+) -> None:
+    """Check asynchronous training against the rest of the configuration.
+
+    Raises:
+        UsageError: names the setting.
+    """
+    if not settings.enable:
+        return
+    if settings.max_staleness < settings.trigger_parameter_sync_step - 1:
+        raise UsageError(
+            f"async_training.max_staleness={settings.max_staleness} with "
+            f"async_training.trigger_parameter_sync_step={settings.trigger_parameter_sync_step}: the last step before "
+            f"an update needs samples that are {settings.trigger_parameter_sync_step - 1} steps old: raise the first "
+            "or lower the second"
+        )
+    if rollout.deterministic and settings.partial_rollout:
+        raise UsageError(
+            "rollout.deterministic=true with async_training.partial_rollout=true: where an update cuts a response is a "
+            "matter of time: set partial_rollout=false"
+        )
+    if rollout.base_url is not None and settings.num_workers > 1:
+        raise UsageError(
+            f"async_training.num_workers={settings.num_workers} with rollout.base_url, which is one server: give "
+            "rollout.python to start several, or set num_workers=1"
+        )
+    if gen_batch_size is not None:
+        raise UsageError(
+            "data.gen_batch_size is of synchronous training: with async_training.enable=true further prompts are drawn "
+            "one by one; unset it"
+        )
+    correction = algorithm.rollout_correction
+    uncorrected = correction.rollout_is is None and correction.rollout_rs is None
+    if settings.max_staleness > 0 and correction.bypass_mode is False and uncorrected:
+        raise UsageError(
+            "algorithm.rollout_correction.bypass_mode=false leaves samples of older weights uncorrected: set "
+            "rollout_is=token, or bypass_mode=null for the rollout's own log-probs as the old policy's"
+        )
+
+
+def with_sound_correction(settings: AsyncTrainingConfig, algorithm: AlgorithmConfig) -> AlgorithmConfig:
+    """The section `algorithm` with `bypass_mode` decided.
+
+    Samples of older weights need their own policy's log-probs in the ratio: without any other correction those of the
+    rollout are the old policy's, and the clip bounds how far a stale sample can pull.
+    """
+    correction = algorithm.rollout_correction
+    if correction.bypass_mode is not None:
+        return algorithm
+    uncorrected = correction.rollout_is is None and correction.rollout_rs is None
+    bypass = settings.enable and settings.max_staleness > 0 and uncorrected
+    return replace(algorithm, rollout_correction=replace(correction, bypass_mode=bypass))
