@@ -73,7 +73,7 @@ class LocalWorker:
 
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """See `RolloutWorker.update_weights`."""
-        with self._at_rest():
+        with self.at_rest():
             try:
                 self.engine.update_weights(named_tensors, version)
             except UsageError:
@@ -83,7 +83,7 @@ class LocalWorker:
 
     def drafter_digest(self) -> str | None:
         """See `RolloutWorker.drafter_digest`."""
-        with self._at_rest():
+        with self.at_rest():
             return self.engine.drafter_digest()
 
     def speculation_totals(self) -> SpeculationTotals | None:
@@ -149,8 +149,8 @@ class LocalWorker:
             return
         self._inbox = []
 
-    def _at_rest(self) -> threading.Condition:
-        """The lock, once the engine is not generating."""
+    def at_rest(self) -> threading.Condition:
+        """The worker's lock, to be taken (`with`); the engine is not generating."""
         with self._changed:
             self._changed.wait_for(lambda: not self._generating)
             self._check()

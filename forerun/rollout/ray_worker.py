@@ -1,0 +1,250 @@
+"""A rollout worker that is a Ray actor: an engine in a process of its own, on this machine or another.
+
+Weights travel through Ray's object store, one bucket at a time, and are read there without a copy.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.errors import ForerunError, one_line
+from forerun.rollout.local_worker import LocalWorker
+from forerun.rollout.native.engine import NativeEngine
+from forerun.rollout.protocol import Completion, NamedTensors, Request, RolloutEngine, SpeculationTotals
+from forerun.rollout.served import buckets
+from forerun.rollout.sync import Named
+from forerun.rollout.workers import WorkerLostError
+
+# A tensor in the object store: its name, dtype and shape, and its bytes.
+_Stored = tuple[str, torch.dtype, tuple[int, ...], np.ndarray]
+
+
+@dataclass(frozen=True)
+class RayWorkerSettings:
+    """What a worker needs.
+
+    Attributes:
+        capacity: requests that it runs at once.
+        num_cpus: CPUs that Ray sets aside for it.
+        num_gpus: GPUs that Ray sets aside for it and lets it see.
+        bucket_bytes: of weights on their way, or one tensor that is larger.
+        start_timeout_s: seconds until its engine must be there.
+        timeout_s: seconds for an answer (to a bucket of weights, a digest, ...), after which it counts as lost.
+    """
+
+    capacity: int
+    num_cpus: float = 1
+    num_gpus: float = 0
+    bucket_bytes: int = 256 << 20
+    start_timeout_s: float = 1800.0
+    timeout_s: float = 600.0
+
+
+class RayWorker:
+    """A `RolloutWorker`.
+
+    Args:
+        ray: the module, connected (`forerun.cluster.connected`).
+        make_engine: makes the engine in the actor's process. It is sent there, and what it refers to must be
+            importable there.
+        settings: see there.
+        name: of the worker.
+
+    Attributes:
+        process: the actor's host and process id.
+
+    Raises:
+        UsageError: `make_engine` raised one.
+        ForerunError: the engine was not made, or not in time.
+    """
+
+    def __init__(
+        self, ray: Any, make_engine: Callable[[], RolloutEngine], settings: RayWorkerSettings, name: str
+    ) -> None:
+        self.name = name
+        self.capacity = settings.capacity
+        self.process = ("a machine of the cluster", 0)
+        self._ray = ray
+        self._settings = settings
+        self._lost: str | None = None
+        options = {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus, "max_restarts": 0}
+        self._actor = ray.remote(_EngineActor).options(**options).remote()
+        try:
+            self.dtype: torch.dtype | None
+            self.dtype, self.process = self._ask(
+                "start", make_engine, settings.capacity, name, timeout_s=settings.start_timeout_s
+            )
+        except WorkerLostError as error:
+            raise ForerunError(
+                f"{error}; it asks Ray for {settings.num_cpus:g} CPU and {settings.num_gpus:g} GPU"
+            ) from None
+        except BaseException:
+            self._lose("it did not start")
+            raise
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """See `RolloutWorker.submit`."""
+        self._ask("submit", list(requests))
+
+    def collect(self, timeout_s: float) -> list[Completion]:
+        """See `RolloutWorker.collect`."""
+        return self._ask("collect", timeout_s, timeout_s=timeout_s + self._settings.timeout_s)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """See `RolloutWorker.abort`."""
+        self._ask("abort", list(request_ids))
+
+    def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        """See `RolloutWorker.update_weights`. One that breaks off leaves the worker with a part of it: it is lost."""
+        self._ask("begin_update")
+        try:
+            for bucket in buckets(named_tensors, self._settings.bucket_bytes):
+                # Freed with the reference, when the worker has answered.
+                self._ask("add_weights", self._ray.put([_stored(name, tensor) for name, tensor in bucket]))
+            self._ask("end_update", version)
+        except BaseException as error:
+            self._lose(f"a weight update broke off: {one_line(error)}")
+            raise
+
+    def drafter_digest(self) -> str | None:
+        """See `RolloutWorker.drafter_digest`."""
+        return self._ask("drafter_digest")
+
+    def speculation_totals(self) -> SpeculationTotals | None:
+        """See `RolloutWorker.speculation_totals`."""
+        return self._ask("speculation_totals")
+
+    def close(self) -> None:
+        """See `RolloutWorker.close`."""
+        if self._lost is None:
+            with suppress(ForerunError):
+                self._ask("close")
+        self._lose("it was closed")
+
+    def _ask(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """The actor's answer; what it raised is raised here.
+
+        Raises:
+            WorkerLostError: there is none.
+        """
+        if self._lost is not None:
+            raise WorkerLostError(f"rollout worker {self.name}: {self._lost}")
+        timeout_s = self._settings.timeout_s if timeout_s is None else timeout_s
+        errors = self._ray.exceptions
+        try:
+            failure, value = self._ray.get(getattr(self._actor, method).remote(*arguments), timeout=timeout_s)
+        except errors.GetTimeoutError:
+            self._lose(f"no answer to {method} within {timeout_s:g} s")
+        except errors.RayActorError:
+            host, process = self.process
+            self._lose(f"process {process} on {host} has died")
+        except errors.RayError as error:
+            self._lose(f"{method}: {one_line(getattr(error, 'cause', None) or error):.300}")
+        else:
+            if failure is None:
+                return value
+            if not isinstance(failure, WorkerLostError):
+                raise failure
+            self._lose(str(failure))
+        raise WorkerLostError(f"rollout worker {self.name}: {self._lost}")
+
+    def _lose(self, reason: str) -> None:
+        if self._lost is None:
+            self._lost = reason
+            self._ray.kill(self._actor)  # nothing remains of one that hangs, either
+
+
+def _answer(method: Callable[..., Any]) -> Callable[..., tuple[ForerunError | None, Any]]:
+    """What the method raises, or returns: Ray would wrap an exception, and print it."""
+
+    @functools.wraps(method)
+    def answer(*arguments: Any) -> tuple[ForerunError | None, Any]:
+        try:
+            return None, method(*arguments)
+        except ForerunError as error:
+            return error, None
+
+    return answer
+
+
+class _EngineActor:
+    """Inside the actor: an engine with a thread of its own."""
+
+    _worker: LocalWorker
+
+    @_answer
+    def start(
+        self, make_engine: Callable[[], RolloutEngine], capacity: int, name: str
+    ) -> tuple[torch.dtype | None, tuple[str, int]]:
+        self._worker = LocalWorker(make_engine(), capacity, name)
+        self._parts: list[Named] = []
+        return self._worker.dtype, (socket.gethostname(), os.getpid())
+
+    @_answer
+    def submit(self, requests: list[Request]) -> None:
+        self._worker.submit(requests)
+
+    @_answer
+    def collect(self, timeout_s: float) -> list[Completion]:
+        return self._worker.collect(timeout_s)
+
+    @_answer
+    def abort(self, request_ids: list[str]) -> None:
+        self._worker.abort(request_ids)
+
+    @_answer
+    def begin_update(self) -> None:
+        engine = self._worker.engine
+        with self._worker.at_rest():
+            self._update = engine.begin_update() if isinstance(engine, NativeEngine) else None
+
+    @_answer
+    def add_weights(self, bucket: list[_Stored]) -> None:
+        tensors = [_tensor(*stored) for stored in bucket]
+        if self._update is not None:
+            self._update.add(tensors)
+        else:  # an engine outside, which takes all at once: they stay in the object store until then
+            self._parts += tensors
+
+    @_answer
+    def end_update(self, version: int) -> None:
+        engine = self._worker.engine
+        if isinstance(engine, NativeEngine):
+            engine.end_update(version)
+        else:
+            parts, self._parts = self._parts, []
+            self._worker.update_weights(parts, version)
+
+    @_answer
+    def drafter_digest(self) -> str | None:
+        return self._worker.drafter_digest()
+
+    @_answer
+    def speculation_totals(self) -> SpeculationTotals | None:
+        return self._worker.speculation_totals()
+
+    @_answer
+    def close(self) -> None:
+        self._worker.close()
+
+
+def _stored(name: str, tensor: Tensor) -> _Stored:
+    tensor = tensor.detach().to("cpu").contiguous()
+    return name, tensor.dtype, tuple(tensor.shape), tensor.flatten().view(torch.uint8).numpy()
+
+
+def _tensor(name: str, dtype: torch.dtype, shape: tuple[int, ...], data: np.ndarray) -> Named:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the object store's memory is read-only, and is only read
+        return name, torch.from_numpy(data).view(dtype).reshape(shape)
