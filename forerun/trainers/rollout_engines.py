@@ -32,11 +32,12 @@ Started = TypeVar("Started")
 
 def make_rollout_engine(
     config: RLConfig,
-    engine: TrainingEngine,
+    engine: TrainingEngine | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     ranks: RankGroup | None = None,
 ) -> RolloutEngine:
-    """The engine of `config.rollout`, with its own copy of the training engine's model.
+    """The engine of `config.rollout`, with its own copy of the training engine's model, or in a process that does not
+    train (None) with the model that the run starts from.
 
     On several ranks every one of them has a native engine; vLLM or SGLang is rank 0's alone, for all. All ranks call
     this.
@@ -57,8 +58,8 @@ def make_rollout_engine(
             return _native(config, engine, tokenizer)
 
 
-def _native(config: RLConfig, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase | None) -> NativeEngine:
-    if not isinstance(engine, TorchEngine):
+def _native(config: RLConfig, engine: TrainingEngine | None, tokenizer: PreTrainedTokenizerBase | None) -> NativeEngine:
+    if not isinstance(engine, TorchEngine | None):
         raise UsageError(f"{type(engine).__name__} has no model in this process: give the trainer a rollout engine")
     return NativeEngine.from_model(
         _whole_model(config, engine),
@@ -72,7 +73,7 @@ def _native(config: RLConfig, engine: TrainingEngine, tokenizer: PreTrainedToken
     )
 
 
-def _vllm(config: RLConfig, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase | None) -> VLLMEngine:
+def _vllm(config: RLConfig, engine: TrainingEngine | None, tokenizer: PreTrainedTokenizerBase | None) -> VLLMEngine:
     from forerun.rollout.vllm.engine import VLLMEngine
     from forerun.rollout.vllm.launch import LaunchSettings
 
@@ -96,7 +97,7 @@ def _vllm(config: RLConfig, engine: TrainingEngine, tokenizer: PreTrainedTokeniz
     return _served(config, engine, tokenizer, lambda path: VLLMEngine.launch(path, settings, bucket_bytes))
 
 
-def _sglang(config: RLConfig, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase | None) -> SGLangEngine:
+def _sglang(config: RLConfig, engine: TrainingEngine | None, tokenizer: PreTrainedTokenizerBase | None) -> SGLangEngine:
     from forerun.rollout.sglang.engine import SGLangEngine
     from forerun.rollout.sglang.launch import LaunchSettings
 
@@ -125,16 +126,16 @@ def _sglang(config: RLConfig, engine: TrainingEngine, tokenizer: PreTrainedToken
     return _served(config, engine, tokenizer, launch)
 
 
-def _whole_model(config: RLConfig, engine: TorchEngine) -> PreTrainedModel:
-    """The training engine's model, or where that lies in shards, the model that the run starts from, read once more."""
-    if not engine.ranks.sharded:
+def _whole_model(config: RLConfig, engine: TorchEngine | None) -> PreTrainedModel:
+    """The training engine's model; where there is none, or that lies in shards, the model that the run starts from."""
+    if engine is not None and not engine.ranks.sharded:
         return engine.model
     return load_model(config.model, config.mtp, resolve_device(config.engine), config.trainer.seed)
 
 
 def _served(
     config: RLConfig,
-    engine: TrainingEngine,
+    engine: TrainingEngine | None,
     tokenizer: PreTrainedTokenizerBase | None,
     start: Callable[[Path], Started],
 ) -> Started:
@@ -142,7 +143,7 @@ def _served(
     folder = Path(tempfile.mkdtemp(prefix="forerun-rollout-"))
     try:
         path = folder / "model"
-        if isinstance(engine, TorchEngine) and engine.ranks.sharded:  # an export would take every rank
+        if engine is None or (isinstance(engine, TorchEngine) and engine.ranks.sharded):  # whose export takes all ranks
             _whole_model(config, engine).save_pretrained(path)
         else:
             engine.export(path)
