@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch.nn.functional import silu
+
 from forerun.errors import UsageError
 
 _GROUPED = (
@@ -149,6 +151,7 @@ def transformer_settings(trunk: MegatronTrunk, config: Mapping[str, Any]) -> dic
     return settings | {
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
+        "activation_func": silu,
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
     }

@@ -25,6 +25,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from forerun.engines.megatron.attention import DocumentAttention
@@ -34,7 +35,7 @@ from forerun.engines.megatron.version import mend_import_errors
 from forerun.errors import ForerunError, UsageError, one_line
 from forerun.families import FamilyRecord, declared_depth, family_of
 from forerun.families.megatron import TrunkShape, trunk_shape
-from forerun.families.megatron_trunks import megatron_trunk, rotary_settings, transformer_settings
+from forerun.families.megatron_trunks import MegatronTrunk, megatron_trunk, rotary_settings, transformer_settings
 from forerun.mtp.config import MTPConfig
 
 LayerSpec = Callable[[ModuleSpec], ModuleSpec]
@@ -101,7 +102,9 @@ def build_model(
     trunk = megatron_trunk(full.get("model_type"))
     rotary, rotary_of_model = rotary_settings(trunk, full)
     depth = _depth(family, full, mtp)
-    fields = transformer_settings(trunk, full) | rotary | _parallel_settings(layout, full, depth, dtype) | settings
+    fields = (
+        transformer_settings(trunk, full) | rotary | _parallel_settings(trunk, layout, full, depth, dtype) | settings
+    )
     if depth:
         fields |= {"mtp_num_layers": depth, "mtp_loss_scaling_factor": mtp.mtp_loss_scaling_factor}
     query_norms = bool(fields.get("qk_layernorm"))
@@ -174,8 +177,12 @@ def _depth(family: FamilyRecord, config: Mapping[str, Any], mtp: MTPConfig) -> i
     return mtp.num_layers
 
 
+def _leave(weight: Tensor) -> Tensor:
+    return weight
+
+
 def _parallel_settings(
-    layout: ParallelLayout, config: Mapping[str, Any], depth: int, dtype: torch.dtype
+    trunk: MegatronTrunk, layout: ParallelLayout, config: Mapping[str, Any], depth: int, dtype: torch.dtype
 ) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
     sizes = layout.stage_sizes(layers)
@@ -185,6 +192,11 @@ def _parallel_settings(
                 f"config.json has {key}={config[key]}, which tensor_model_parallel_size="
                 f"{layout.tensor_model_parallel_size} does not divide: choose one that does"
             )
+    if trunk.experts and layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
+        raise UsageError(
+            "megatron-core trains experts under tensor parallelism only with sequence parallelism: set "
+            "sequence_parallel=true"
+        )
     stages: list[list[str]] | None = None
     if len(set(sizes)) > 1:  # megatron-core divides only evenly by itself
         stages = [["decoder"] * size for size in sizes]
@@ -203,7 +215,10 @@ def _parallel_settings(
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
-        "perform_initialization": False,
+        # Weights come from a checkpoint. Without any initialisation 0.16 would not mark which are divided, either.
+        "init_method": _leave,
+        "output_layer_init_method": _leave,
+        "embedding_init_method": _leave,
         "use_cpu_initialization": not on_gpu,
         # Kernels of Apex, of Transformer Engine, or for float16 alone.
         "gradient_accumulation_fusion": False,
