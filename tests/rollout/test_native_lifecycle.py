@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -424,3 +425,36 @@ def test_any_mix_of_requests_settings_depths_and_aborts(model: MTPCarrier, case:
         assert completion.log_probs == pytest.approx(expected.log_probs[:count], abs=3e-5)
         assert count == len(expected.token_ids) or completion.finish_reason == "abort"
         assert completion.finish_reason != "abort" or request.request_id in doomed
+
+
+def test_of_calls_from_several_threads_one_runs(model: MTPCarrier) -> None:
+    """The others are told so at once, wherever the first one is; what it writes does not change."""
+    engine = engine_of(model, num_speculative_tokens=2)
+    wanted = greedy([[1, 2, 3], [4, 5], [6]], [24, 24, 24])
+    whole = [completion.token_ids for completion in engine.generate(wanted)]
+    begin, threads = Run.__init__, 4
+    together = threading.Barrier(threads)
+    texts: list[list[list[int]]] = []
+    refused: list[str] = []
+
+    def call() -> None:
+        together.wait()
+        try:
+            texts.append([completion.token_ids for completion in engine.generate(wanted)])
+        except ForerunError as error:
+            refused.append(str(error))
+
+    def slowly(self: Run, *args: object, **settings: object) -> None:
+        time.sleep(0.05)  # so that all are in generate before one has begun
+        begin(self, *args, **settings)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "__init__", slowly)
+        callers = [threading.Thread(target=call) for _ in range(threads)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+    assert texts and all(text == whole for text in texts)
+    assert len(texts) + len(refused) == threads and all("is generating" in words for words in refused)
+    assert [completion.token_ids for completion in engine.generate(wanted)] == whole

@@ -26,9 +26,9 @@ from forerun.rollout.native.requests import check_memory, check_stop_strings
 from forerun.rollout.native.run import Run
 from forerun.rollout.native.sequence import Running
 from forerun.rollout.native.weight_update import WeightUpdate
-from forerun.rollout.stopping import StopStrings
 from forerun.rollout.protocol import Completion, NamedTensors, Request, SpeculationTotals
 from forerun.rollout.requests import check_requests
+from forerun.rollout.stopping import StopStrings
 from forerun.rollout.sync import check_complete, digest
 from forerun.speculative.depth_control import AdaptiveDepth, DepthControl, FixedDepth
 
@@ -195,6 +195,17 @@ class NativeEngine:
                 tokenizer; the rule `greedy` with a temperature.
             ForerunError: the engine sleeps or is generating, or the model's logits are not finite.
         """
+        call: _Call | None = None
+        try:
+            with self._joining:  # or two threads would both begin
+                call = self._begin(requests)
+            return [] if call is None else self._complete(call, on_finish, on_tokens)
+        finally:
+            if self._call is call:  # and not another thread's, which began as this one ended
+                self._call = None
+
+    def _begin(self, requests: Sequence[Request]) -> _Call | None:
+        """The call that is the engine's from now on; None if there is nothing to do."""
         if self._update is not None:
             raise ForerunError("the rollout engine holds a part of a weight update: send the update whole")
         if self._asleep:
@@ -205,7 +216,7 @@ class NativeEngine:
         overhead, max_tokens = self._cache_bounds()
         limits = self._check(requests, depth, overhead, max_tokens)
         if not requests:
-            return []
+            return None
         run = Run(
             self.runner,
             rule=self.acceptance,
@@ -220,10 +231,7 @@ class NativeEngine:
         call = _Call(run)
         call.add(self._sequences(requests, limits, call))
         self._call = call
-        try:
-            return self._complete(call, on_finish, on_tokens)
-        finally:
-            self._call = None
+        return call
 
     def add(self, requests: Sequence[Request]) -> None:
         """See `RolloutEngine.add`. They are admitted after those that wait already."""
@@ -395,10 +403,11 @@ class NativeEngine:
         Raises:
             ForerunError: the engine is generating.
         """
-        if self._call is not None:
-            raise ForerunError("the rollout engine is generating: abort its requests before sleep()")
-        self.runner.release()
-        self._asleep = True
+        with self._joining:
+            if self._call is not None:
+                raise ForerunError("the rollout engine is generating: abort its requests before sleep()")
+            self.runner.release()
+            self._asleep = True
 
     def wake(self) -> None:
         """Be ready again; the caches are made when the next requests say how large."""
