@@ -1,0 +1,106 @@
+"""Models built by forerun.engines.megatron on ranks of a CPU: `python -m tests.engines.megatron_model FOLDER`.
+
+FOLDER holds checkpoints CASE/, settings.json (layout -> sizes and cases) and rows.safetensors. Each layout's processes
+are forked, so that megatron-core is imported once. They leave, per layout and case, a folder LAYOUT-CASE with what
+`file_weights` gave on the last rank (model.safetensors), what `named_weights` gave on the first (named.safetensors),
+and where no pipeline divides the model the logits of trunk and depths (logits.safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.engines import megatron_cpu
+
+warnings.filterwarnings("ignore")  # about Transformer Engine and Apex, which are not there
+megatron_cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, random  # noqa: E402
+
+from forerun.checkpoint.reader import CheckpointReader  # noqa: E402
+from forerun.engines.megatron.layout import ParallelLayout  # noqa: E402
+from forerun.engines.megatron.model import build_model  # noqa: E402
+from forerun.engines.megatron.weights import file_weights, load_weights, named_weights  # noqa: E402
+from forerun.mtp.config import MTPConfig  # noqa: E402
+
+
+def logits(chunk: Any, input_ids: Tensor) -> dict[str, Tensor]:
+    """depth -> [B, S, V] from megatron-core's own forward, which computes those of the MTP depths for its loss only."""
+    found: list[Tensor] = []
+    # A copy: the cross-entropy works in its place.
+    chunk.output_layer.register_forward_hook(lambda _, __, out: found.append(out[0].detach().clone()))
+    length = input_ids.shape[1]
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1).expand(len(input_ids), 1, -1, -1)
+    positions = torch.arange(length).expand_as(input_ids)
+    chunk.eval()(input_ids, positions, mask, labels=input_ids, loss_mask=torch.ones(input_ids.shape))
+    *depths, trunk = (gather_from_tensor_model_parallel_region(x).transpose(0, 1) for x in found)
+    vocabulary = chunk.blueprint.vocab_size
+    return {str(k): x[..., :vocabulary].contiguous() for k, x in enumerate((trunk, *depths))}
+
+
+def work(folder: Path, name: str, settings: dict[str, Any]) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    layout = ParallelLayout(**settings["layout"])
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+    )
+    random.model_parallel_cuda_manual_seed(1)
+    rows = load_file(folder / "rows.safetensors")["input_ids"]
+    for case in settings["cases"]:
+        reader = CheckpointReader(folder / case)
+        dtype = getattr(torch, str(reader.config.get("dtype") or "float32"))
+        chunks = build_model(reader.config, MTPConfig(enable=True), layout, dtype=dtype)
+        with torch.no_grad():
+            for chunk in chunks:
+                for parameter in chunk.parameters():
+                    parameter.fill_(float("nan"))  # whatever is not loaded shows
+        load_weights(chunks, reader)
+        out = folder / f"{name}-{case}"
+        out.mkdir(exist_ok=True)
+        whole = {key: tensor.clone() for key, tensor in file_weights(chunks, reader.tensor_names)}
+        named = {key: tensor.clone() for key, tensor in named_weights(chunks)}
+        if rank == size - 1:
+            save_file({key: tensor.contiguous() for key, tensor in whole.items()}, out / "model.safetensors")
+        if rank == 0:
+            save_file({key: tensor.contiguous() for key, tensor in named.items()}, out / "named.safetensors")
+        # Through another engine's names, experts stacked.
+        again = build_model(reader.config, MTPConfig(enable=True), layout, dtype=dtype)
+        load_weights(again, named.items())
+        for ours, theirs in zip(chunks, again, strict=True):
+            for (key, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+                assert not isinstance(a, Tensor) or torch.equal(a, b), key
+        if layout.pipeline_model_parallel_size == 1 and dtype == torch.float32:
+            found = logits(chunks[0], rows)
+            if rank == 0:
+                save_file(found, out / "logits.safetensors")
+
+
+def process(rank: int, size: int, folder: Path, name: str, settings: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{name}", rank=rank, world_size=size)
+    work(folder, name, settings)
+    dist.destroy_process_group()
+
+
+def main(folder: Path) -> None:
+    for name, settings in json.loads((folder / "settings.json").read_text()).items():
+        size = settings["ranks"]
+        mp.start_processes(process, (size, folder, name, settings), nprocs=size, start_method="fork")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
