@@ -1,4 +1,4 @@
-"""What a decode step must touch, from a model's config.json: weights, cache and state of each layer."""
+"""A model as its config.json gives it: each layer's weights, cache and state, and what its backward pass keeps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from forerun.planner.hardware import Precision
 # embedding, cache write, attention; the same with latent compression; a gated delta net; gated MLP; router, sorting,
 # grouped products, combination and shared expert of a mixture of experts.
 _NORMS, _ATTENTION, _LATENT, _DELTA_NET, _MLP, _EXPERTS = 2, 7, 13, 16, 3, 12
+# What a layer's parts add up to.
+_SUMMED = ("kernels", "weights", "normed", "saved", "working")
+# Names that families have for the number of MTP layers (forerun/families, which this module must not import: torch).
+_DEPTH_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,13 @@ class LayerShape:
         attention_flops: operations per (token, token it attends to).
         state_flops: operations of the recurrence per token.
         kernels: kernels launched.
+        normed: values of a token that go through the layer's norms.
+        saved: values of a token that the backward pass needs besides those, as transformers' modules keep them
+            (tests/planner/test_training_memory.py; of a recurrent layer an estimate for fused kernels).
+        saved_packed: how many more where a row holds several documents: keys and values repeated for every query head.
+        working: values of a token that exist at once, besides, while the backward pass is in the layer.
+        heads: of attention, each with a float32 per token.
+        keys_values: values of a token's keys and values as attention takes them.
     """
 
     weights: int
@@ -45,6 +56,22 @@ class LayerShape:
     attention_flops: int = 0
     state_flops: int = 0
     kernels: int = 0
+    normed: int = 0
+    saved: int = 0
+    saved_packed: int = 0
+    working: int = 0
+    heads: int = 0
+    keys_values: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Weights, all experts included."""
+        return self.weights + self.experts * self.expert_weights
+
+    @property
+    def active(self) -> int:
+        """Weights that one token multiplies with."""
+        return self.weights + self.experts_per_token * self.expert_weights
 
 
 @dataclass(frozen=True)
@@ -57,6 +84,9 @@ class ModelShape:
         drafter: the MTP layer with its projection; the LM head comes on top of it.
         head: weights of the LM head.
         precision: of the layers' weights; the LM head stays in bfloat16 under fp8.
+        hidden: size of the hidden state.
+        tied: whether the LM head's weights are the embedding's.
+        depths: MTP layers that the config declares.
     """
 
     name: str
@@ -64,16 +94,24 @@ class ModelShape:
     drafter: LayerShape
     head: int
     precision: Precision = field(default="bfloat16")
+    hidden: int = 0
+    tied: bool = False
+    depths: int = 0
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens."""
+        return self.head // self.hidden
 
     @property
     def parameters(self) -> int:
         """Weights of layers and LM head; embeddings are looked up, not read."""
-        return self.head + sum(layer.weights + layer.experts * layer.expert_weights for layer in self.layers)
+        return self.head + sum(layer.parameters for layer in self.layers)
 
     @property
     def active(self) -> int:
         """Weights that one token multiplies with."""
-        return self.head + sum(layer.weights + layer.experts_per_token * layer.expert_weights for layer in self.layers)
+        return self.head + sum(layer.active for layer in self.layers)
 
 
 def load_shape(model: str) -> ModelShape:
@@ -127,7 +165,9 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     precision: Precision = "fp8" if "fp8" in str(quantised.get("quant_method", "")) else "bfloat16"
     if precision != "fp8" and dtype == "float32":
         precision = "float32"
-    return ModelShape(name, layers, drafter, hidden * vocab, precision)
+    tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
+    depths = next((_size(text, key, name, absent=0) for key in _DEPTH_KEYS if text.get(key)), 0)
+    return ModelShape(name, layers, drafter, hidden * vocab, precision, hidden, tied, depths)
 
 
 def _layer(text: Mapping[str, Any], index: int, name: str) -> LayerShape:
@@ -135,10 +175,10 @@ def _layer(text: Mapping[str, Any], index: int, name: str) -> LayerShape:
     kind = types[index] if index < len(types) else _kind_by_interval(text, index, name)
     parts = [_delta_net(text, name) if kind == "linear_attention" else _attention(text, kind, name)]
     parts.append(_experts(text, name) if _has_experts(text, index, name) else _mlp(text, name))
-    merged: dict[str, Any] = {"kernels": _NORMS, "weights": 0}
+    merged: dict[str, Any] = {"kernels": _NORMS, "normed": 2 * _size(text, "hidden_size", name)}
     for part in parts:
         for key, value in part.items():
-            merged[key] = merged[key] + value if key in ("kernels", "weights") else value
+            merged[key] = merged.get(key, 0) + value if key in _SUMMED else value
     return LayerShape(**merged)
 
 
@@ -158,11 +198,22 @@ def _attention(text: Mapping[str, Any], kind: str, name: str) -> dict[str, Any]:
         weights += hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
         # Every rank of tensor parallelism reads the whole latent cache.
         flops = 2 * heads * (rank + rope) + 2 * heads * rank
-        return {"weights": weights, "cached": rank + rope, "attention_flops": flops, "kernels": _LATENT}
+        return {
+            "weights": weights,
+            "cached": rank + rope,
+            "attention_flops": flops,
+            "kernels": _LATENT,
+            "normed": q_rank + rank,
+            "saved": q_rank + rope + heads * (nope + value + 2 * (nope + rope) + value),
+            "heads": heads,
+            "keys_values": heads * (nope + rope + value),
+        }
     kv_heads = _size(text, "num_key_value_heads", name, absent=heads)
     size = _size(text, "head_dim", name, absent=hidden // heads)
     gated = text.get("attn_output_gate", "linear_num_value_heads" in text)
     weights = hidden * size * (heads * (3 if gated else 2) + 2 * kv_heads)
+    query, keys = heads * size, kv_heads * size
+    normed = query + keys if gated or text.get("use_qk_norm") else 0  # of each head
     window = (_size(text, "sliding_window", name, absent=0) or None) if kind == "sliding_attention" else None
     return {
         "weights": weights,
@@ -171,6 +222,12 @@ def _attention(text: Mapping[str, Any], kind: str, name: str) -> dict[str, Any]:
         "window": window,
         "attention_flops": 4 * heads * size,
         "kernels": _ATTENTION,
+        "normed": normed,
+        # What rotary embedding takes is not kept: those of the norms' results are.
+        "saved": 2 * query + 2 * keys - normed + (4 * query if gated else 0),
+        "saved_packed": 2 * (query - keys),
+        "heads": heads,
+        "keys_values": 2 * keys,
     }
 
 
@@ -181,13 +238,22 @@ def _delta_net(text: Mapping[str, Any], name: str) -> dict[str, Any]:
     keys, values = key_size * _size(text, "linear_num_key_heads", name), value_size * heads
     weights = hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden
     state = heads * key_size * value_size
-    return {"weights": weights, "state": state, "state_flops": 6 * state, "kernels": _DELTA_NET}
+    return {
+        "weights": weights,
+        "state": state,
+        "state_flops": 6 * state,
+        "kernels": _DELTA_NET,
+        "saved": 3 * (2 * keys + values) + 5 * values,
+    }
 
 
 def _mlp(text: Mapping[str, Any], name: str) -> dict[str, Any]:
+    width = _size(text, "intermediate_size", name)
     return {
-        "weights": 3 * _size(text, "hidden_size", name) * _size(text, "intermediate_size", name),
+        "weights": 3 * _size(text, "hidden_size", name) * width,
         "kernels": _MLP,
+        "saved": 4 * width,
+        "working": 2 * width,
     }
 
 
@@ -211,13 +277,15 @@ def _experts(text: Mapping[str, Any], name: str) -> dict[str, Any]:
     width = _size(text, "moe_intermediate_size" if text.get("moe_intermediate_size") else "intermediate_size", name)
     shared = _size(text, "shared_expert_intermediate_size", name, absent=0)
     shared = shared or width * _size(text, "n_shared_experts", name, absent=0)
-    experts = _number_of_experts(text, name)
+    experts, used = _number_of_experts(text, name), _size(text, "num_experts_per_tok", name)
     return {
         "weights": hidden * experts + 3 * hidden * shared,
         "experts": experts,
-        "experts_per_token": _size(text, "num_experts_per_tok", name),
+        "experts_per_token": used,
         "expert_weights": 3 * hidden * width,
         "kernels": _EXPERTS,
+        "saved": used * (2 * hidden + 4 * width) + 4 * shared + experts,
+        "working": used * (hidden + 2 * width),
     }
 
 
