@@ -22,6 +22,8 @@ _STOP_S = 20.0
 _LARGEST_LOG = 64 << 20
 # Not ours to hand on: where our packages lie.
 _KEPT_BACK = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VIRTUAL_ENV")
+# What makes this process a rank (torchrun's variables): a server started by one would join its group.
+_RANK = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 
 
 class ChildProcess:
@@ -121,7 +123,7 @@ class ChildProcess:
 
 
 def environment_without(unwanted: Sequence[str]) -> dict[str, str]:
-    """The variables for another interpreter: ours, less what would mix the two sets of packages and `unwanted`."""
+    """The variables for another interpreter: ours, less `unwanted` and what would mix packages or process groups."""
     left_out = {*_KEPT_BACK, *unwanted}
-    kept = {name: value for name, value in os.environ.items() if name not in left_out}
+    kept = {name: value for name, value in os.environ.items() if name not in left_out and not _RANK.fullmatch(name)}
     return kept | {"PYTHONNOUSERSITE": "1", "HF_HUB_OFFLINE": "1"}

@@ -44,7 +44,8 @@ class RankedRollout:
         engine: this rank's; None where it has none. One rank at least has one, and all engines hold one model.
 
     Raises:
-        ForerunError: from `update_weights`, on every rank, if it failed on one.
+        ForerunError: from `update_weights`, on every rank, if it failed on one. Nothing is generated then until an
+            update has arrived on all.
     """
 
     def __init__(self, ranks: RankGroup, engine: RolloutEngine | None) -> None:
@@ -52,12 +53,15 @@ class RankedRollout:
         self.engine = engine
         about = None if engine is None else (engine.dtype, engine.num_speculative_tokens, engine.weight_version)
         given = ranks.collect(ranks.size, [about])
+        self._torn = False
         self._serving = [rank for rank, found in enumerate(given) if found is not None]
         self.dtype, self.num_speculative_tokens, self.weight_version = next(found for found in given if found)
 
     def generate(
         self, requests: Sequence[Request], on_finish: Callable[[Completion], None] | None = None
     ) -> list[Completion]:
+        if self._torn:
+            raise ForerunError("the last weight update failed on one rank: update the weights before generating")
         prompts = [list(group) for _, group in itertools.groupby(requests, key=lambda r: tuple(r.prompt_token_ids))]
         own: list[Completion] = []
         if self.engine is not None:
@@ -80,6 +84,7 @@ class RankedRollout:
             self.engine.abort(request_ids)
 
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        self._torn = True  # until all engines have the same
         weights = iter(named_tensors)
         failure: Exception | None = None
         if self.engine is not None:
@@ -96,6 +101,7 @@ class RankedRollout:
             if line is not None:
                 raise ForerunError(f"rank {rank}: {line}")
         self.weight_version = version
+        self._torn = False
 
     def drafter_digest(self) -> str | None:
         """That of all engines; where they are not the same, a text that is none."""

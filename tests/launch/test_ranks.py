@@ -1,4 +1,4 @@
-"""`forerun sft` on two ranks: what one process trains, whoever starts them; refusals; reports of ranks that fail."""
+"""`forerun sft` and `rl` on two ranks: what one process trains, whoever starts them; refusals; ranks that fail."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 import forerun
-from forerun.config import SFTConfig
+from forerun.config import RLConfig, SFTConfig
 from forerun.config_file import load_config
 from forerun.errors import UsageError
 from forerun.launch.command import run as run_command
 from forerun.models.carrier import named_weights
+from forerun.trainers.rl import RLTrainer
 from forerun.trainers.sft import SFTTrainer
 from tests.trainers.test_sft import write_examples
 from tests.trainers.tiny import make_model, make_tokenizer
@@ -45,6 +46,24 @@ if os.environ.get("RANK") == "1":
         return step(trainer)
     SFTTrainer.step = failing
 """
+FAILING_ROLLOUT = """
+import os
+if os.environ.get("RANK") == "1":
+    import signal
+    from forerun.rollout.native.run import Run
+    step, started = Run.step, []
+    def failing(run, version):
+        started.append(version)
+        if started.count(1) == 2:  # in the middle of the second step's rollout
+            print("about to end", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(run, version)
+    Run.step = failing
+"""
+REWARD = """
+def reward(prompt, response, ground_truth, extra):
+    return response.split().count(ground_truth) / 4
+"""
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +83,23 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train_batch_size: 5\n"  # an odd number of micro-batches: two ranks do not share them evenly
     )
     run_alone(path, "alone")
+    prompts = [{"prompt": [{"role": "user", "content": f"say {word}"}], "answer": word} for word in "abcde"]
+    rows = [
+        {"prompt": row["prompt"], "data_source": "tiny", "reward_model": {"ground_truth": row["answer"]}}
+        for row in prompts
+    ]
+    (path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "reward.py").write_text(REWARD)
+    (path / "rl.yaml").write_text(
+        f"model: {{path: {path / 'checkpoint'}}}\n"
+        f"data: {{train_files: [{path / 'prompts.jsonl'}], val_files: [{path / 'prompts.jsonl'}]}}\n"
+        f"reward: {{function: '{path / 'reward.py'}:reward'}}\n"
+        "mtp: {enable: true, enable_train: true, enable_rollout: true, detach_encoder: true}\n"
+        "rollout: {n: 4, max_response_length: 6, max_prompt_length: 16, deterministic: true}\n"
+        "optim: {lr: 1e-2}\n"
+        "trainer: {total_steps: 2, logger: [jsonl]}\n"
+        "train_batch_size: 5\nppo_mini_batch_size: 5\nmicro_batch_size: 3\n"
+    )
     return path
 
 
@@ -73,12 +109,18 @@ def run_alone(place: Path, name: str, *settings: str) -> None:
 
 
 def run(
-    place: Path, name: str, *settings: str, torchrun: Sequence[str] = (), environment: dict[str, str] | None = None
+    place: Path,
+    name: str,
+    *settings: str,
+    torchrun: Sequence[str] = (),
+    environment: dict[str, str] | None = None,
+    command: Sequence[str] = ("sft", "run.yaml"),
 ) -> tuple[int, str]:
     """`forerun sft` into the directory `name`, under torchrun if its arguments are given: (exit code, output)."""
+    verb, file = command
     outer = ["-m", "torch.distributed.run", *torchrun, "-m", "forerun.cli"] if torchrun else ["-m", "forerun.cli"]
     process = subprocess.Popen(
-        [sys.executable, *outer, "sft", str(place / "run.yaml"), f"trainer.output_dir={place / name}", *settings],
+        [sys.executable, *outer, verb, str(place / file), f"trainer.output_dir={place / name}", *settings],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
         stdout=subprocess.PIPE,
@@ -94,8 +136,8 @@ def run(
 
 def metrics(place: Path, name: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]
-    measured = ("time/step", "tokens_per_second")
-    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
+    measured = ("time/", "tokens_per_second", "rollout_tokens_per_second")
+    return [{key: value for key, value in line.items() if not key.startswith(measured)} for line in lines]
 
 
 def assert_same_as_alone(place: Path, name: str) -> None:
@@ -179,8 +221,30 @@ def test_settings_that_contradict_are_refused_before_anything_starts(
     assert not (place / "refused").exists()
 
 
-def test_rl_is_refused_on_ranks(place: Path, tmp_path: Path) -> None:
-    path = tmp_path / "rl.yaml"
-    path.write_text(f"model: {{path: {place / 'checkpoint'}}}\ndata: {{train_files: [{place / 'train.jsonl'}]}}\n")
-    with pytest.raises(UsageError, match="forerun rl trains in one process"):
-        run_command("rl", path, TWO)
+def test_two_ranks_of_rl_train_what_one_process_does(place: Path) -> None:
+    """Rank 0 alone starts the reward, which sees every response once, and writes."""
+    RLTrainer(load_config(RLConfig, place / "rl.yaml", [f"trainer.output_dir={place / 'rl-alone'}"])).train()
+    code, output = run(place, "rl-two", *TWO, command=("rl", "rl.yaml"))
+    assert code == 0, output
+    found, expected = metrics(place, "rl-two"), metrics(place, "rl-alone")
+    assert [line["step"] for line in found] == [line["step"] for line in expected] == [0, 1, 2]
+    assert found[1]["drafter_in_sync"] == 1.0 and found[1]["reward_mean"] > 0 and found[1]["reward_events"] == 0
+    for line, other in zip(found, expected, strict=True):
+        assert line == pytest.approx(other, rel=1e-3, abs=1e-5)
+    responses = [
+        [(line["step"], line["prompt"], line["response"]) for line in map(json.loads, path.open())]
+        for path in (place / "rl-two" / "samples.jsonl", place / "rl-alone" / "samples.jsonl")
+    ]
+    assert responses[0] == responses[1]
+    assert output.count("rl: 2 steps to do") == 1
+
+
+def test_a_rank_killed_in_a_rollout_is_named_and_ends_the_run(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FAILING_ROLLOUT)
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    code, output = run(place, "rl-killed", *TWO, environment=environment, command=("rl", "rl.yaml"))
+    assert code == 1, output  # and long before distributed.timeout_s, or `run` had given up
+    report = output.splitlines()[-1]
+    assert report.startswith("forerun: error: rank 1 (local rank 1, process ") and "was killed by SIGKILL" in report
+    assert "[rank 1] about to end" in output and output.count("forerun: error:") == 1
+    assert [line["step"] for line in metrics(place, "rl-killed")] == [0, 1]
