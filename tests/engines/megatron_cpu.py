@@ -6,6 +6,9 @@ Test equipment: nothing of the package uses it. Each entry says which call of me
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +48,7 @@ def _on_cpu(function: Any) -> Any:
 
 def install() -> None:
     """Once for each process, before a model is built."""
+    _without_triton()
     torch.cuda.current_device = lambda: CPU  # device=torch.cuda.current_device()
     for name in ("zeros", "ones", "tensor", "empty", "full", "arange"):  # device="cuda"
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -55,6 +59,15 @@ def install() -> None:
     _types()
     _random_numbers()
     _mixture_of_experts()
+
+
+def _without_triton() -> None:
+    """0.19 imports kernels for paging experts' activations, whatever is used, and they need triton."""
+    name = "megatron.core.transformer.moe.ops.paged_stash"
+    if importlib.util.find_spec("triton") is None:
+        kernels: Any = types.ModuleType(name)
+        kernels.GLOBAL_BLOCK_SIZE = kernels.paged_stash_copy_kernel = kernels.paged_stash_pop_kernel = None
+        sys.modules[name] = kernels
 
 
 def _streams() -> None:
