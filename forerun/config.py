@@ -99,6 +99,8 @@ class EngineConfig:
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
     # Free a layer's gathered weights after its forward pass, and gather them again for the backward pass.
     reshard_after_forward: bool = True
+    # CUDA only: keep shards, gradients and optimizer state in host memory, and update them there.
+    cpu_offload: bool = False
 
     def validate(self, prefix: str) -> None:
         if self.autocast != "none" and self.param_dtype is not None:
@@ -277,7 +279,7 @@ class RLConfig:
                 f"reward.overlong_buffer.len={buffer.len} is longer than rollout.max_response_length={limit}"
             )
         check_rollout(self.rollout, self.mtp)
-        check_async(self.async_training, self.algorithm, self.rollout, self.data.gen_batch_size)
+        check_async(self.async_training, self.algorithm, self.rollout, self.data.gen_batch_size, self.launch)
 
 
 def _check_launch(launch: str, distributed: DistributedConfig) -> None:

@@ -30,7 +30,11 @@ class AsyncTrainingConfig:
 
 
 def check_async(
-    settings: AsyncTrainingConfig, algorithm: AlgorithmConfig, rollout: RolloutConfig, gen_batch_size: int | None
+    settings: AsyncTrainingConfig,
+    algorithm: AlgorithmConfig,
+    rollout: RolloutConfig,
+    gen_batch_size: int | None,
+    launch: str,
 ) -> None:
     """Check asynchronous training against the rest of the configuration.
 
@@ -39,6 +43,8 @@ def check_async(
     """
     if not settings.enable:
         return
+    if launch == "torchrun":
+        raise UsageError("launch=torchrun with async_training.enable=true: asynchronous training is of launch=local")
     if settings.max_staleness < settings.trigger_parameter_sync_step - 1:
         raise UsageError(
             f"async_training.max_staleness={settings.max_staleness} with "

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forerun.config import RLConfig, SFTConfig
 from forerun.config_file import load_config
+from forerun.errors import UsageError
 from forerun.launch.rank import check_device_count, is_rank, joined, run_as_rank
 from forerun.launch.ray_ranks import start_ranks as start_ray_ranks
 from forerun.launch.torchrun import start_ranks
@@ -62,6 +63,12 @@ def _train(config: SFTConfig | RLConfig, mesh: DeviceMesh | None) -> None:
         from forerun.trainers.sft import SFTTrainer
 
         SFTTrainer(config, mesh=mesh).train()
+    elif config.async_training.enable:
+        from forerun.trainers.asynchronous.trainer import AsyncRLTrainer
+
+        if mesh is not None:
+            raise UsageError("async_training.enable=true trains in one process: start it without torchrun")
+        AsyncRLTrainer(config).train()
     else:
         from forerun.trainers.rl import RLTrainer
 

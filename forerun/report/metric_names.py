@@ -83,18 +83,33 @@ METRIC_NAMES: tuple[MetricName, ...] = (
     MetricName("pg_clipfrac_lower", "", "share of tokens at the dual-clip bound"),
     MetricName("ratio_mean", "", "mean probability ratio new / old"),
     MetricName("rollout_rs_masked_fraction", "", "share of tokens that rejection sampling left out", "low"),
+    MetricName(
+        "staleness_mean", "steps", "steps trained since the weights that sampled a token, mean over tokens", "low"
+    ),
+    MetricName("staleness_max", "steps", "largest such number"),
+    MetricName("partial_rollout_fraction", "", "share of responses that several versions of the weights wrote"),
+    MetricName("queue_depth", "groups", "groups that were ready for later steps when the step began to train"),
+    MetricName("rollout_workers", "workers", "rollout workers that are there", "high"),
+    MetricName("requests_reissued", "requests", "requests so far that a lost worker held, and another one got", "low"),
     MetricName("grad_norm", "", "the trunk's gradient norm before clipping"),
     MetricName("mtp_grad_norm", "", "the MTP block's gradient norm before clipping"),
     MetricName("lr", "", "learning rate of the trunk"),
     MetricName("mtp_lr", "", "learning rate of the MTP block"),
     MetricName("skipped", "steps", "1 if a gradient that was not finite made the step be skipped", "low"),
     MetricName("epoch", "epochs", "passes over the data so far"),
-    MetricName("time/rollout", "s", "generating responses", "low"),
+    MetricName(
+        "time/rollout", "s", "generating responses; asynchronous: time in which rollout workers had requests", "low"
+    ),
+    MetricName("time/rollout_idle", "s", "asynchronous: time in which they had none, mean over workers", "low"),
+    MetricName("time/trainer_idle", "s", "asynchronous: the trainer waiting for the step's samples", "low"),
+    MetricName("time/drain", "s", "asynchronous: waiting until no response is under way, before an update", "low"),
     MetricName("time/reward", "s", "judging them", "low"),
     MetricName("time/train", "s", "forward, backward and optimizer", "low"),
     MetricName("time/sync", "s", "handing weights to the rollout engine", "low"),
     MetricName("time/step", "s", "the whole step", "low"),
-    MetricName("rollout_tokens_per_second", "tokens/s", "new tokens / time/rollout", "high"),
+    MetricName(
+        "rollout_tokens_per_second", "tokens/s", "new tokens / time/rollout (asynchronous: / time/step)", "high"
+    ),
     MetricName("tokens_per_second", "tokens/s", "tokens of the step, prompts included / time/step", "high"),
 )
 

@@ -59,6 +59,16 @@ SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
+        "Asynchronous training",
+        (
+            Panel("Staleness of tokens", ("staleness_mean", "staleness_max")),
+            Panel("Responses of several versions", ("partial_rollout_fraction",)),
+            Panel("Groups ready for later steps", ("queue_depth",)),
+            Panel("Rollout workers", ("rollout_workers",)),
+            Panel("Requests handed out again", ("requests_reissued",)),
+        ),
+    ),
+    (
         "Speed",
         (
             Panel("Time by phase", ("time/step", r"time/.+(?<!/step)")),

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from forerun.config import RLConfig
 from forerun.data.prompts import Prompt
 from forerun.engines.protocol import TrainingEngine
-from forerun.errors import ForerunError
+from forerun.errors import ForerunError, UsageError
 from forerun.rollout.protocol import Completion, RolloutEngine
 from forerun.rollout.sync import digest
 from forerun.trainers.experience import Sample, informative_samples, rollout_figures, set_advantages, shape_rewards
@@ -48,6 +48,8 @@ class RLTrainer(RLRun):
         reference: ReferencePolicy | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
+        if config.async_training.enable:
+            raise UsageError("async_training.enable=true: set it to false, or use AsyncRLTrainer")
         super().__init__(
             config,
             prompts=prompts,

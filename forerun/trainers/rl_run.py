@@ -222,6 +222,10 @@ class RLRun(ABC):
             run.export(self.engine, self.tokenizer)
         return metrics
 
+    def close(self) -> None:
+        """End what the run started, as `train` does at its end. For whoever calls `turn` himself."""
+        self._owned.close()
+
     def judge(self, prompts: Sequence[Prompt], completions: Sequence[Completion], first: int = 0) -> list[Sample]:
         """Decode and score; completions are in `generate`'s order, and `first` is its.
 

@@ -1,0 +1,265 @@
+"""Asynchronous RL: rollout workers generate while the trainer trains (docs/async.md).
+
+`AsyncRLTrainer(config).train()` is the whole run of `forerun rl` with `async_training.enable`. The trainer knows its
+workers by their protocol: threads of this process, or processes elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from forerun.config import RLConfig
+from forerun.config_async import with_sound_correction
+from forerun.data.prompts import Prompt
+from forerun.engines.protocol import TrainingEngine
+from forerun.errors import ForerunError, UsageError
+from forerun.rewards.protocol import RewardRequest, RewardResult
+from forerun.rollout.local_worker import LocalWorker
+from forerun.rollout.pool import WorkerPool
+from forerun.rollout.protocol import Completion, Request
+from forerun.rollout.sync import digest
+from forerun.rollout.workers import RolloutWorker
+from forerun.trainers.asynchronous.figures import staleness_figures
+from forerun.trainers.asynchronous.ledger import Group, Ledger
+from forerun.trainers.asynchronous.rollouts import Rollouts, Supply
+from forerun.trainers.experience import Sample, informative_samples, rollout_figures, set_advantages, shape_rewards
+from forerun.trainers.judging import Scorer, check_rewards, response_text, reward_request
+from forerun.trainers.policy_update import ReferencePolicy
+from forerun.trainers.rl_run import Metrics, RLRun, timed
+from forerun.trainers.rollout_engines import make_rollout_engine
+
+
+class AsyncRLTrainer(RLRun):
+    """One asynchronous RL run; see `RLRun` for what is not said here.
+
+    Args:
+        workers: rollout workers in place of `async_training.num_workers` threads with the engine that `rollout.engine`
+            names. Their weights are replaced by the training engine's before the first rollout. They are closed at the
+            end.
+        replace_worker: makes a worker in the place of the lost one that it names, at the next weight update; without it
+            the run goes on with those that are left.
+    """
+
+    def __init__(
+        self,
+        config: RLConfig,
+        *,
+        prompts: Sequence[Prompt] | None = None,
+        eval_prompts: Sequence[Prompt] | None = None,
+        engine: TrainingEngine | None = None,
+        workers: Sequence[RolloutWorker] | None = None,
+        replace_worker: Callable[[str], RolloutWorker] | None = None,
+        reward: Scorer | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        reference: ReferencePolicy | None = None,
+    ) -> None:
+        settings = config.async_training
+        if not settings.enable:
+            raise UsageError("async_training.enable=false: set it, or use RLTrainer")
+        super().__init__(
+            replace(config, algorithm=with_sound_correction(settings, config.algorithm)),
+            prompts=prompts,
+            eval_prompts=eval_prompts,
+            engine=engine,
+            reward=reward,
+            tokenizer=tokenizer,
+            reference=reference,
+        )
+        self.reward = _OneAtATime(self.reward)
+        filtering = config.algorithm.filter_groups
+        limit = filtering.max_num_gen_batches * config.train_batch_size if filtering.enable else 0
+        self.ledger = Ledger(config.train_batch_size, config.rollout.n, settings.max_staleness)
+        self.pool = WorkerPool(self._local_workers() if workers is None else workers, replace_worker)
+        self.rollouts = Rollouts(
+            self.ledger,
+            self.pool,
+            Supply(self._draw_one, self._group_requests, self._judge_group, self._is_useless),
+            self.tokenizer,
+            partial=settings.partial_rollout,
+            in_batches=config.rollout.deterministic,
+            most_dropped=limit or None,
+        )
+        self._owned.callback(self.rollouts.close)
+        self._in_sync = self._running = False
+        self._failed_groups = 0
+        self._judge_s = 0.0
+        self._idle_s = 0.0
+
+    # ---- the steps
+
+    def turn(self, pause: bool) -> Metrics:
+        """See `RLRun.turn`: take a step's groups, train; update the workers' weights where that is due."""
+        self.ensure_sync()
+        self._resume()
+        times: dict[str, float] = {}
+        judged_before = self._judge_s
+        with timed(times, "time/step"):
+            with timed(times, "time/trainer_idle"):
+                groups, dropped = self._next_step(times)
+            queue_depth = self.ledger.num_ready
+            self.samples = self._samples(groups)
+            sampled = [*self._samples(dropped, first=len(groups)), *self.samples]
+            check_rewards(sampled, self.rl_step + 1)
+            set_advantages(self.samples, self.config.algorithm)
+            age = staleness_figures([sample.completion for sample in self.samples], self.rl_step)
+            with timed(times, "time/train"):
+                trained = self.update(self.samples)
+            self.rl_step += 1  # before the sync, which names the new weights after it
+            due = self.rl_step % self.config.async_training.trigger_parameter_sync_step == 0
+            in_sync = self._update_workers(times) if due or pause else None
+            if not pause:
+                self._resume()
+        idle = self.pool.idle_seconds()
+        times["time/rollout_idle"] = min(max(0.0, idle - self._idle_s), times["time/step"])
+        self._idle_s = idle
+        times["time/rollout"] = times["time/step"] - times["time/rollout_idle"]
+        times["time/reward"] = self._judge_s - judged_before
+        metrics: Metrics = {**rollout_figures(sampled), **trained, **age, **times}
+        if self.config.algorithm.filter_groups.enable:
+            metrics["num_gen_batches"] = (len(groups) + len(dropped)) / len(groups)
+            metrics["kept_groups"] = len(groups) / (len(groups) + len(dropped))
+        metrics["queue_depth"] = float(queue_depth)
+        metrics["rollout_workers"] = float(len(self.pool.workers))
+        metrics["requests_reissued"] = float(self.pool.num_reissued)
+        metrics["drafter_in_sync"] = None if in_sync is None else float(in_sync)
+        new_tokens = sum(len(sample.completion.token_ids) for sample in sampled)
+        all_tokens = new_tokens + sum(len(sample.completion.prompt_token_ids) for sample in sampled)
+        metrics["rollout_tokens_per_second"] = new_tokens / times["time/step"]
+        metrics["tokens_per_second"] = all_tokens / times["time/step"]
+        self._raise_alarms(metrics)
+        return metrics
+
+    def _next_step(self, times: dict[str, float]) -> tuple[list[Group], list[Group]]:
+        while (found := self.rollouts.next_step()) is None:
+            # Every worker is lost. The trainer waits and its weights stand still: those that take their place get them.
+            self._update_workers(times)
+            self._resume()
+        return found
+
+    def generate(
+        self, prompts: Sequence[Prompt], n: int | None = None, greedy: bool = False, first: int = 0
+    ) -> list[Completion]:
+        """See `RLRun.generate`."""
+        self._pause()
+        return self.rollouts.generate(self.requests.batch(prompts, self.rl_step, first, n, greedy))
+
+    def ensure_sync(self) -> None:
+        """See `RLRun.ensure_sync`."""
+        if not self._in_sync:
+            self._update_workers({})
+
+    def _update_workers(self, times: dict[str, float]) -> bool | None:
+        """Pause, and hand the trained weights, drafter included, to every worker.
+
+        Returns whether their drafters are the trainer's; None where they cannot know.
+        """
+        with timed(times, "time/drain"):
+            self._pause()
+        with timed(times, "time/sync"):
+            self.pool.update_weights(self.engine.named_weights, self.rl_step)
+            self.ledger.updated(self.rl_step)
+            self._in_sync = True
+            if not self.drafts:
+                return True
+            trained: dict[Any, str] = {}
+            found: list[bool | None] = []
+            for worker, own in self.pool.drafters():
+                if worker.dtype not in trained:
+                    trained[worker.dtype] = digest(self.engine.drafter_weights(), worker.dtype)
+                found.append(self.alarms.drafter_digest(self.rl_step, trained[worker.dtype], own))
+            return None if None in found else all(found)
+
+    def _pause(self) -> None:
+        if self._running:
+            self.rollouts.pause()
+            self._running = False
+
+    def _resume(self) -> None:
+        if not self._running:
+            self._running = True
+            self.rollouts.resume()
+
+    # ---- what the rollouts ask for
+
+    def _draw_one(self) -> int:
+        return self.order.take(1)[0]
+
+    def _group_requests(self, group: Group) -> list[Request]:
+        size = self.config.train_batch_size
+        return self.requests.requests(
+            self.prompts[group.item], group.number // size, group.number % size, self.config.rollout.n
+        )
+
+    def _judge_group(self, group: Group) -> list[RewardResult]:
+        times: dict[str, float] = {}
+        with timed(times, "judge"):
+            texts = [response_text(self.tokenizer, completion) for completion in group.answers()]
+            rewards = self.reward.score([reward_request(self.prompts[group.item], text) for text in texts])
+        self._judge_s += times["judge"]
+        return rewards
+
+    def _is_useless(self, group: Group, rewards: list[RewardResult]) -> bool:
+        """Whether dynamic sampling drops it."""
+        filtering = self.config.algorithm.filter_groups
+        if not filtering.enable:
+            return False
+        samples = self._samples([replace(group, rewards=rewards)])
+        if all(reward.event is not None for reward in rewards):
+            self._failed_groups += 1
+            if self._failed_groups == self.config.train_batch_size:
+                check_rewards(samples, group.number // self.config.train_batch_size + 1)
+            return True
+        self._failed_groups = 0
+        return not informative_samples(samples, filtering.metric)
+
+    def _samples(self, groups: Sequence[Group], first: int = 0) -> list[Sample]:
+        """The responses of judged groups, which get numbers from `first` on."""
+        samples = [
+            Sample(self.prompts[group.item], place, completion, response_text(self.tokenizer, completion), reward)
+            for place, group in enumerate(groups, start=first)
+            for completion, reward in zip(group.answers(), group.rewards or [], strict=True)
+        ]
+        shape_rewards(samples, self.config.reward.overlong_buffer, self.config.rollout.max_response_length)
+        return samples
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `RLRun.state_dict`; the rollouts are paused."""
+        if self._running:
+            raise ForerunError("an asynchronous run is saved while its rollouts are paused: see turn(pause=True)")
+        return {**super().state_dict(), "rollouts": self.rollouts.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `RLRun.load_state_dict`."""
+        if "rollouts" not in state:
+            raise ForerunError(
+                "the checkpoint is of a synchronous run: give another trainer.output_dir, or "
+                "async_training.enable=false"
+            )
+        super().load_state_dict(state)
+        self.rollouts.load_state_dict(state["rollouts"])
+
+    def _local_workers(self) -> list[RolloutWorker]:
+        made: list[RolloutWorker] = []
+        for number in range(self.config.async_training.num_workers):
+            engine = make_rollout_engine(self.config, self.engine, self.tokenizer)
+            made.append(LocalWorker(engine, self.config.rollout.max_num_seqs, f"local-{number}"))
+        return made
+
+
+class _OneAtATime:
+    """A scorer for two threads: the rollouts' judge, and the trainer with its held-out prompts."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._lock = threading.Lock()
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        with self._lock:
+            return self._scorer.score(requests)

@@ -1,0 +1,90 @@
+"""Asynchronous trainers on the tiny task, with the native engine in threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from forerun.config import RLConfig
+from forerun.engines.torch_engine import TorchEngine
+from forerun.models.attach import attach
+from forerun.rollout.local_worker import LocalWorker
+from forerun.rollout.native.engine import NativeEngine
+from forerun.rollout.protocol import Completion, Request
+from forerun.trainers.asynchronous.trainer import AsyncRLTrainer
+from forerun.trainers.rl import RLTrainer
+from forerun.trainers.setup import engine_config
+from tests.trainers.tiny import make_model, make_tokenizer
+from tests.trainers.tiny_rl import MTP, PROMPTS, ShareOfWord, settings
+
+ASYNC = ["async_training.enable=true"]
+# Nothing is left to time: such a run repeats to the bit.
+REPEATABLE = [*ASYNC, "async_training.partial_rollout=false", "rollout.deterministic=true"]
+DRAFT = [*MTP, "mtp.enable_rollout=true", "mtp.num_speculative_tokens=2"]
+
+
+def training_engine(config: RLConfig, seed: int = 0) -> TorchEngine:
+    model: Any = make_model(seed)
+    if config.mtp.enable:
+        model = attach(model, config.mtp, init="plain", seed=seed)
+    return TorchEngine(model, engine_config(config.engine, config.optim, config.mtp, config.trainer.total_steps))
+
+
+def synchronous(tmp_path: Path, *more: str, **objects: Any) -> RLTrainer:
+    config = settings(tmp_path, *more)
+    objects = {"prompts": PROMPTS, "engine": training_engine(config), "reward": ShareOfWord(), **objects}
+    return RLTrainer(config, tokenizer=make_tokenizer(), **objects)
+
+
+def asynchronous(tmp_path: Path, *more: str, **objects: Any) -> AsyncRLTrainer:
+    config = settings(tmp_path, *more)
+    objects = {"prompts": PROMPTS, "engine": training_engine(config), "reward": ShareOfWord(), **objects}
+    return AsyncRLTrainer(config, tokenizer=make_tokenizer(), **objects)
+
+
+@contextmanager
+def closing(made: AsyncRLTrainer) -> Iterator[AsyncRLTrainer]:
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+class GatedEngine(NativeEngine):
+    """Leaves nothing to time: once it has but requests of later steps than `needed` to run, and each of these has a few
+    tokens, it stands still until it is asked to abort.
+    """
+
+    needed: Callable[[], int]
+
+    def generate(
+        self, requests: Sequence[Request], on_finish: Callable[[Completion], None] | None = None, _: Any = None
+    ) -> list[Completion]:
+        self.asked = threading.Event()
+        return super().generate(requests, on_finish, self._gate)
+
+    def _gate(self, name: str, tokens: list[int]) -> None:
+        assert self._call is not None
+        later = all(int(running.split("-")[0]) > self.needed() for running in self._call.unfinished)
+        rows = self._call.run.scheduler.decoding
+        if later and len(rows) == len(self._call.unfinished) and all(len(row.token_ids) > 2 for row in rows):
+            assert self.asked.wait(60), "nobody asked for an abort"
+
+    def abort(self, request_ids: Any) -> None:
+        super().abort(request_ids)
+        self.asked.set()
+
+
+def gated_worker(config: RLConfig, engine: TorchEngine) -> tuple[LocalWorker, GatedEngine]:
+    rollout = GatedEngine.from_model(
+        engine.model,
+        tokenizer=make_tokenizer(),
+        num_speculative_tokens=config.mtp.num_speculative_tokens if config.mtp.enable_rollout else 0,
+        max_num_seqs=64,
+        products="linear",
+    )
+    assert isinstance(rollout, GatedEngine)
+    return LocalWorker(rollout, 64, "gated"), rollout
