@@ -32,7 +32,7 @@ class ShardingConfig:
         param_dtype: precision that weights are gathered and computed in; None is their own.
         reduce_dtype: precision that gradients are summed in; None is the gradients' own.
         reshard_after_forward: free a layer's gathered weights after its forward and gather them again in backward.
-        cpu_offload: keep shards and optimizer state in host memory (CUDA only).
+        cpu_offload: keep shards, gradients and optimizer state in host memory, and update them there.
     """
 
     param_dtype: Literal["bfloat16", "float16"] | None = None
@@ -67,6 +67,11 @@ class DataParallel(RankGroup):
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, sharding: ShardingConfig) -> None:
         super().__init__(mesh)
         self.sharded = mesh is not None
+        # Where it computes, which need not be where its shards lie; None without shards: where the weights are.
+        self.device: torch.device | None = None
+        if mesh is not None:
+            index = torch.cuda.current_device() if mesh.device_type == "cuda" else None
+            self.device = torch.device(mesh.device_type, index)
         self._running = False
         self._runner = _Runner(model)
         if mesh is not None:
@@ -122,7 +127,9 @@ def _shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, config: Sh
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1]),
-        "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        if config.cpu_offload
+        else OffloadPolicy(),
     }
     for unit in units:
         fully_shard(unit, reshard_after_forward=config.reshard_after_forward, **settings)

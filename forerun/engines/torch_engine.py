@@ -163,7 +163,8 @@ class TorchEngine:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        """Where it computes."""
+        return self.ranks.device or next(self.model.parameters()).device
 
     # ---- one step
 

@@ -76,7 +76,7 @@ def check_ranks(config: SFTConfig | RLConfig, num_ranks: int | None) -> None:
     engine = config.engine
     if num_ranks is None:
         unused = EngineConfig()
-        for name in ("fsdp_size", "param_dtype", "reduce_dtype", "reshard_after_forward"):
+        for name in ("fsdp_size", "param_dtype", "reduce_dtype", "reshard_after_forward", "cpu_offload"):
             if (value := getattr(engine, name)) != getattr(unused, name):
                 raise UsageError(
                     f"engine.{name}={str(value).lower()} is for ranks that share the model: unset it, or set "
@@ -87,6 +87,8 @@ def check_ranks(config: SFTConfig | RLConfig, num_ranks: int | None) -> None:
         raise UsageError(f"engine.fsdp_size={engine.fsdp_size} must divide the number of ranks, {num_ranks}")
     if ":" in engine.device:
         raise UsageError(f"engine.device={engine.device} would put every rank there: use auto, cpu or cuda")
+    if engine.cpu_offload and resolve_device(engine).type == "cpu":
+        raise UsageError("engine.cpu_offload=true, and engine.device is the CPU already: unset one of them")
     if isinstance(config, SFTConfig) and config.cache_hiddens:
         raise UsageError("cache_hiddens=true is for one process: ranks run the trunk together, so set it to false")
 
@@ -182,6 +184,7 @@ def engine_config(
             param_dtype=engine.param_dtype,
             reduce_dtype=engine.reduce_dtype,
             reshard_after_forward=engine.reshard_after_forward,
+            cpu_offload=engine.cpu_offload,
         ),
     )
 

@@ -5,6 +5,7 @@ Both sides are float64. The one process and every rank are handed the same micro
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import forerun
 from forerun.data.batch import Batch
@@ -25,7 +35,7 @@ from forerun.engines.data_parallel import ShardingConfig
 from forerun.engines.hidden_cache import HiddenCache
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import NonFiniteError
-from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
+from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig, default_mtp_loss
 from forerun.errors import ForerunError, UsageError
 from forerun.models.attach import attach
 from forerun.models.carrier import named_weights
@@ -53,6 +63,10 @@ class Case:
     replicas: int = 1
     loss: str = "ce"
     on_nonfinite: str = "stop"
+    offload: bool = False
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    dtype: torch.dtype = torch.float64
 
 
 def engine(case: Case, mesh: DeviceMesh | None = None, hidden_cache: HiddenCache | None = None) -> TorchEngine:
@@ -72,11 +86,20 @@ def engine(case: Case, mesh: DeviceMesh | None = None, hidden_cache: HiddenCache
     model: PreTrainedModel
     if case.trunk == "dense":
         model = LlamaForCausalLM(LlamaConfig(**common))
+    elif case.trunk == "latent":  # latent attention, a dense layer below one of routed and shared experts
+        del common["head_dim"]
+        latent = {"q_lora_rank": 6, "kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
+        routed = {"n_routed_experts": 5, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+        sizes = {"moe_intermediate_size": 6, "first_k_dense_replace": 1, "experts_implementation": "eager"}
+        model = DeepseekV3ForCausalLM(
+            DeepseekV3Config(**common | {"num_key_value_heads": 2}, **latent, **routed, **sizes)
+        )
     else:  # two of five experts for each token: five do not divide evenly over ranks
         routed = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "decoder_sparse_step": 1}
         config = Qwen3MoeConfig(**common, **routed, norm_topk_prob=True, experts_implementation="eager")
         model = Qwen3MoeForCausalLM(config)
-    with_float64_norms(model)
+    if case.dtype is torch.float64:
+        with_float64_norms(model)
     mtp = MTPConfig(
         enable=True,
         enable_train=True,
@@ -87,14 +110,14 @@ def engine(case: Case, mesh: DeviceMesh | None = None, hidden_cache: HiddenCache
         chunk_size=5,
         loss=case.loss,
     )
-    model = attach(model.double(), mtp, init="plain", seed=1).double()
+    model = attach(model.to(case.dtype), mtp, init="plain", seed=1).to(case.dtype)
     settings = TorchEngineConfig(
         optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5),
         train_trunk=case.train_trunk,
         chunk_size=5,
         activation_recompute=case.recompute,
         on_nonfinite=case.on_nonfinite,
-        sharding=ShardingConfig(reshard_after_forward=case.reshard),
+        sharding=ShardingConfig(case.param_dtype, case.reduce_dtype, case.reshard, case.offload),
     )
     return TorchEngine(model, settings, hidden_cache=hidden_cache, mesh=mesh)
 
@@ -193,6 +216,8 @@ CASES = {
     "kept after forward": (Case(reshard=False), 2),
     "replicas": (Case(depths=2, replicas=2), 4),
     "experts": (Case(depths=2, trunk="moe", tied=False), 2),
+    "latent attention and experts": (Case(trunk="latent", tied=False), 4),
+    "offloaded": (Case(offload=True), 2),
 }
 
 
@@ -304,3 +329,56 @@ def rank_caches(group: dist.ProcessGroup, case: Case) -> bool:
     with pytest.raises(UsageError, match="several ranks"):
         engine(case, mesh_of(case, group), HiddenCache())
     return True
+
+
+def rank_offloads(group: dist.ProcessGroup, case: Case) -> set[str]:
+    made = engine(case, mesh_of(case, group))
+    units = [module for module in made.ranks._runner.modules() if isinstance(module, FSDPModule)]
+    return {type(part.offload_policy).__name__ for unit in units for part in unit._get_fsdp_state()._fsdp_param_groups}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_every_unit_is_offloaded_or_none(offload: bool, ranks: Ranks) -> None:
+    policy = "CPUOffloadPolicy" if offload else "OffloadPolicy"
+    assert ranks.run(rank_offloads, [Case(depths=2, offload=offload)] * 2) == [{policy}] * 2
+
+
+def mixed_by_hand(case: Case, steps: int) -> dict[str, Tensor]:
+    """float32 weights; per micro-batch a copy of them in bfloat16 and its gradients, which are added up in float32."""
+    master = engine(case)
+    for step in range(steps):
+        batches = step_batches(step)
+        counts = master._depth_counts(batches)
+
+        def of_the_step(model: Any, hidden: Tensor, batch: Batch, _: Any, **more: Any) -> Any:
+            return default_mtp_loss(model, hidden, batch, counts, **more)  # noqa: B023
+
+        for batch in batches:
+            low = copy.deepcopy(master.model)
+            for parameter in low.parameters():
+                parameter.data, parameter.grad = parameter.data.bfloat16(), None
+            TorchEngine(low, master.config, of_the_step).forward_backward([batch], MeanLoss(batches))
+            for own, found in zip(master.model.parameters(), low.parameters(), strict=True):
+                assert found.dtype == found.grad.dtype == torch.bfloat16
+                own.grad = found.grad.float() if own.grad is None else own.grad + found.grad.float()
+        master.step()
+    return {name: tensor.clone() for name, tensor in master.named_weights()}
+
+
+def rank_mixes(group: dist.ProcessGroup, case: Case) -> tuple[dict[str, Tensor], bool]:
+    made = engine(case, mesh_of(case, group))
+    shown = train(made, 3)
+    return shown["weights"], all(p.dtype == torch.float32 for p in made.model.parameters())
+
+
+@pytest.mark.parametrize(("depths", "size"), [(1, 2), (2, 4)])
+def test_weights_in_bfloat16_and_sums_in_float32(depths: int, size: int, ranks: Ranks) -> None:
+    """Every micro-batch rounds alike, so only the order of the float32 sums differs."""
+    case = Case(depths=depths, dtype=torch.float32, tied=False, param_dtype="bfloat16", reduce_dtype="float32")
+    expected = mixed_by_hand(case, 3)
+    exact = train(engine(case), 3)["weights"]
+    for weights, kept in ranks.run(rank_mixes, [case] * size):
+        assert kept and weights.keys() == expected.keys()
+        apart = {name: (weights[name] - expected[name]).norm() for name in expected}
+        rounding = {name: (exact[name] - expected[name]).norm() for name in expected}
+        assert sum(apart.values()) < 0.01 * sum(rounding.values()), (apart, rounding)
