@@ -26,6 +26,7 @@ from forerun.engines.megatron.microbatch import MicroBatch, deal
 from forerun.engines.megatron.objective import MTPModel, Objective, Outcome
 from forerun.engines.megatron.optimizer import MegatronOptimizer
 from forerun.engines.megatron.version import check_recompute
+from forerun.engines.megatron.weights import named_weights
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import LossFn, NonFiniteError, merge_metrics
 from forerun.engines.ranks import RankGroup
@@ -91,6 +92,10 @@ class MegatronEngine:
         settings: Any = self.models[0].config
         settings.calculate_per_token_loss = True  # losses and gradients are summed as they are
         settings.finalize_model_grads_func = self._finalize
+        if self.layout.chunks > 1:
+            # Batched, the messages of two ranks that are each other's next and previous stage are mistaken for one
+            # another.
+            settings.overlap_p2p_comm, settings.batch_p2p_comm = True, False
         if self.config.recompute_granularity is not None:
             settings.recompute_granularity = self.config.recompute_granularity
             if self.config.recompute_granularity == "full":
@@ -311,6 +316,16 @@ class MegatronEngine:
             reduced = self.ranks.reduce(stats).compute()
             figures.update({name: value for name, value in reduced.items() if value is not None})
         return figures
+
+    # ---- weights
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return named_weights(self.models)
+
+    def drafter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The MTP block's weights alone, under Hugging Face names."""
+        family, depths, layers = self.blueprint.family, self.blueprint.depths, self.blueprint.shape.layers
+        return ((name, tensor) for name, tensor in self.named_weights() if family.owns(name, depths, layers))
 
 
 def _check(config: MegatronEngineConfig, mtp: MTPConfig | None, train_mtp: bool, layout: ParallelLayout) -> None:
