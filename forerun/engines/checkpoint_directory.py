@@ -45,6 +45,12 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def put_back_replaced(run_dir: Path) -> None:
+    """Give the checkpoints their names back that a kill left without, amid the save of others in their place."""
+    for replaced in run_dir.glob(".checkpoint-*.replaced"):
+        _put_back(replaced.with_name(replaced.name.removeprefix(".").removesuffix(".replaced")))
+
+
 def prune_checkpoints(run_dir: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints (at least one stays; 0 keeps all). For one rank."""
     if keep < 1:

@@ -24,7 +24,7 @@ from forerun.config import (
 )
 from forerun.config_check import check
 from forerun.config_file import save_config
-from forerun.engines.checkpoint_directory import latest_checkpoint, prune_checkpoints
+from forerun.engines.checkpoint_directory import latest_checkpoint, prune_checkpoints, put_back_replaced
 from forerun.engines.data_parallel import ShardingConfig
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import TrainingEngine
@@ -213,6 +213,8 @@ class RunDirectory:
         self.ranks = ranks
         self.is_writer = ranks.rank == 0
         self.path = Path(trainer.output_dir)
+        if self.is_writer:
+            put_back_replaced(self.path)
         # The newest checkpoints by step are kept and resumed from: an earlier run's would push this one's out.
         if not trainer.resume and latest_checkpoint(self.path) is not None:
             raise UsageError(
@@ -289,8 +291,8 @@ class RunDirectory:
         except BaseException:
             try:
                 self._finish_saves(engine)
-            except ForerunError as error:
-                logger.warning("%s", error)
+            except Exception as error:  # a rank that has gone, among others; what stopped the training counts
+                logger.warning("%s", one_line(error))
             raise
         self._finish_saves(engine)
 
