@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from forerun.errors import ForerunError
 
@@ -34,3 +35,8 @@ def trace_lines(traceback: str) -> list[str]:
     """Of a traceback. None of an error that is a line, which the report itself says."""
     lines = traceback.splitlines()
     return lines if len(lines) > 1 else []
+
+
+def read_lines(path: Path) -> list[str]:
+    """What a rank printed into this file."""
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []

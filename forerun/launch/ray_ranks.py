@@ -18,7 +18,7 @@ import torch
 from forerun.cluster import connected, import_ray
 from forerun.config import DistributedConfig
 from forerun.errors import ForerunError, one_line
-from forerun.launch.failure import RankFailedError, name_of, show_last_lines, trace_lines
+from forerun.launch.failure import RankFailedError, name_of, read_lines, show_last_lines, trace_lines
 from forerun.launch.rank import redirect_output, told
 from forerun.rollout.loopback import free_port
 
@@ -192,6 +192,8 @@ def _failures(ray: Any, running: dict[Any, int], actors: Sequence[Any]) -> dict[
             ray.kill(actors[rank])  # ranks that wait for this one fail when its connections close
         except ray.exceptions.RayActorError:
             pass
+        except ray.exceptions.RayError as error:  # such as work that cannot be imported there
+            raised = _Raised(_gist(error), str(error), ForerunError.exit_code, time.time_ns())
         failures[rank] = raised
         deadline = deadline or time.monotonic() + _SETTLE_S
     return failures
@@ -216,15 +218,11 @@ def _reported(rank: int, local_rank: int, place: _Place, raised: _Raised | None)
 def _last_lines(ray: Any, place: _Place) -> list[str]:
     """What a dead rank had printed, read on its machine; none if that is gone too, or of rank 0, which prints here."""
     on_its_machine = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(place.node_id, soft=False)
-    read = ray.remote(_read).options(num_cpus=0, max_retries=0, scheduling_strategy=on_its_machine)
+    read = ray.remote(read_lines).options(num_cpus=0, max_retries=0, scheduling_strategy=on_its_machine)
     try:
         return ray.get(read.remote(place.output), timeout=_SETTLE_S)
     except ray.exceptions.RayError:
         return []
-
-
-def _read(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
 
 
 def _gist(error: Exception) -> str:

@@ -25,7 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from forerun.config import DistributedConfig
 from forerun.errors import ForerunError
-from forerun.launch.failure import RankFailedError, name_of, show_last_lines, trace_lines
+from forerun.launch.failure import RankFailedError, name_of, read_lines, show_last_lines, trace_lines
 from forerun.launch.rank import OUTPUT_FILE
 
 
@@ -110,8 +110,4 @@ def _last_lines(failure: ProcessFailure, logs: Path) -> list[str]:
     """The traceback, or of a rank that left none what it printed (rank 0 prints to the terminal)."""
     if (raised := _raised(failure)) is not None:
         return trace_lines(str(raised["extraInfo"]["py_callstack"]))
-    return [
-        line
-        for path in logs.glob(f"*/attempt_0/{failure.local_rank}/{OUTPUT_FILE}")
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
-    ]
+    return [line for path in logs.glob(f"*/attempt_0/{failure.local_rank}/{OUTPUT_FILE}") for line in read_lines(path)]

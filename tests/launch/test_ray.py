@@ -1,0 +1,226 @@
+"""Ranks as Ray actors: they train what one process does; a rank that fails is named; nothing is left of a run."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import forerun
+from forerun.cluster import connected
+from forerun.config import DistributedConfig, SFTConfig
+from forerun.config_file import load_config
+from forerun.errors import ForerunError, UsageError
+from forerun.launch.command import run
+from forerun.launch.failure import RankFailedError
+from forerun.launch.ray_ranks import start_ranks
+from forerun.trainers.sft import SFTTrainer
+from tests.kills.runs import write_run
+
+LIMIT_S = 120
+TWO = DistributedConfig(nproc_per_node=2, timeout_s=60)
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    """One for all tests of this module; what is launched in this process joins it."""
+    before = dict(os.environ)
+    with connected(None, cpus=2) as module:
+        yield module
+    os.environ.clear()
+    os.environ |= before
+
+
+def test_it_listens_to_this_machine_alone(ray: Any) -> None:
+    ray.get(ray.remote(lambda: None).remote())  # so that there is a worker
+    started = [process for process in psutil.Process().children(recursive=True)]
+    names = {process.name() for process in started}
+    assert any("raylet" in name for name in names) and any("gcs_server" in name for name in names)
+    listening = [
+        connection.laddr.ip
+        for process in [psutil.Process(), *started]
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening and {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
+    assert os.environ["RAY_AUTH_MODE"] == "token" and len(os.environ["RAY_AUTH_TOKEN"]) == 64
+
+
+def test_two_actors_train_what_one_process_does(ray: Any, tmp_path: Path) -> None:
+    config = write_run("sft", tmp_path, 3)
+    settings = ["optim.lr=1e-3", "train_batch_size=5"]
+    alone, two = tmp_path / "alone", tmp_path / "two"
+    SFTTrainer(load_config(SFTConfig, config, [f"trainer.output_dir={alone}", *settings])).train()
+    run("sft", config, ["launch=ray", "distributed.nproc_per_node=2", f"trainer.output_dir={two}", *settings])
+    found, expected = (load_file(path / "model" / "model.safetensors") for path in (two, alone))
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=2e-5, msg=name)
+    everything = ray.cluster_resources()["CPU"]
+    _wait(lambda: ray.available_resources().get("CPU") == everything)  # the places are free again
+
+
+def _met(then: Callable[[], None]) -> Callable[[], None]:
+    """Work of a rank: meet the other, rank 1 does `then`, and both wait for each other again."""
+
+    def work() -> None:
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 1:
+            print("about to end", flush=True)
+            then()
+        dist.all_reduce(torch.ones(1))
+
+    return work
+
+
+def _raise() -> None:
+    raise RuntimeError("the data of rank 1 is gone")
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _refuse() -> None:
+    raise UsageError("no such file: /nowhere.jsonl")
+
+
+def test_a_rank_that_raises_is_named_with_its_last_lines(ray: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankFailedError) as failed:
+        start_ranks(_met(_raise), TWO, wants_cuda=False)
+    report = str(failed.value)
+    assert report.startswith("rank 1 (local rank 1, process ") and f"on {os.uname().nodename} failed" in report
+    assert report.endswith("with exit code 1: RuntimeError: the data of rank 1 is gone") and failed.value.exit_code == 1
+    assert '[rank 1]     raise RuntimeError("the data of rank 1 is gone")' in capfd.readouterr().err
+
+
+def test_a_rank_that_is_killed_is_named_with_its_last_lines(ray: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """And not rank 0, whose connection to it broke."""
+    with pytest.raises(RankFailedError) as failed:
+        start_ranks(_met(_die), TWO, wants_cuda=False)
+    report = str(failed.value)
+    assert report.startswith("rank 1 (local rank 1, process ") and "was killed, or ended without a word" in report
+    assert "[rank 1] about to end" in capfd.readouterr().err
+
+
+def test_what_a_rank_cannot_use_has_its_own_exit_code(ray: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankFailedError, match=r"rank 0 .* UsageError: no such file: /nowhere\.jsonl$") as failed:
+        start_ranks(_refuse, DistributedConfig(timeout_s=60), wants_cuda=False)
+    assert failed.value.exit_code == 2 and "[rank" not in capfd.readouterr().err  # the line says it all
+
+
+def test_ranks_without_room_are_refused_in_time(ray: Any) -> None:
+    many = DistributedConfig(nproc_per_node=10_000, timeout_s=1)
+    with pytest.raises(ForerunError, match=r"no room within distributed\.timeout_s=1 for 10000 CPU on each of 1 mach"):
+        start_ranks(_refuse, many, wants_cuda=False)
+    elsewhere = DistributedConfig(nproc_per_node=1, nnodes=2, timeout_s=1, ray_address="auto")
+    with pytest.raises(ForerunError, match=r"for 1 CPU on each of 2 machines; it has \d+ CPU, 0 GPU on 1 in all"):
+        start_ranks(_refuse, elsewhere, wants_cuda=False)
+
+
+def test_a_run_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+    """Neither processes nor files: Ctrl-C of a terminal goes to the whole group."""
+    config = write_run("sft", tmp_path, 10_000)
+    short = tempfile.mkdtemp(prefix="fr")  # Ray's sockets lie under it, and their paths may not be long
+    arguments = ["sft", str(config), "launch=ray", "distributed.nproc_per_node=2", f"trainer.output_dir={tmp_path}/run"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "forerun.cli", *arguments, "trainer.save_freq=-1", "optim.warmup_steps=0"],
+        env=os.environ | {"TMPDIR": short, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    started: list[psutil.Process] = []
+    try:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        _wait(lambda: process.poll() is None and metrics.exists() and metrics.read_text().count("\n") > 1)
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert len([1 for child in started if "ray::_Rank" in " ".join(child.cmdline())]) == 2
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 130, output
+        assert output.splitlines()[-1] == "forerun: interrupted; what was finished is kept", output
+        _, alive = psutil.wait_procs(started, timeout=LIMIT_S)
+        assert not alive and os.listdir(short) == []
+    finally:
+        for child in [*started, process]:
+            if psutil.pid_exists(child.pid):
+                child.kill()
+        shutil.rmtree(short, ignore_errors=True)
+
+
+def _wait(until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not until():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("somewhere", "distributed.ray_address=somewhere is no address"),
+        ("ray://127.0.0.1:1", "is no address: give the HOST:PORT of `ray start --head`"),
+        ("127.0.0.1:1", r"nobody answers at distributed.ray_address=127.0.0.1:1"),
+    ],
+)
+def test_an_address_without_ray_is_one_line(address: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # as in a process that has not joined the module's
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    config = DistributedConfig(nproc_per_node=2, ray_address=address)
+    with pytest.raises(ForerunError, match=message) as refused:
+        start_ranks(_refuse, config, wants_cuda=False)
+    assert "\n" not in str(refused.value)
+
+
+def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    config = write_run("sft", tmp_path, 1)
+    with pytest.raises(UsageError, match=r"pip install 'forerun\[ray\]'"):
+        run("sft", config, ["launch=ray", f"trainer.output_dir={tmp_path}/run"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["launch=torchrun", "distributed.ray_address=auto"], "distributed.ray_address is of launch=ray"),
+        (
+            ["launch=ray", "distributed={nnodes: 2, rdzv_endpoint: 'a:1'}"],
+            "distributed.rdzv_endpoint is of launch=torchrun",
+        ),
+        (["launch=ray", "distributed.nnodes=2"], "distributed.nnodes=2 with distributed.rdzv_endpoint=null"),
+    ],
+)
+def test_settings_of_another_launcher_are_refused(tmp_path: Path, settings: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        run("sft", write_run("sft", tmp_path, 1), settings)
+
+
+def test_ray_is_imported_in_one_place_and_by_need() -> None:
+    found = [
+        (file.name, isinstance(node, ast.FunctionDef))
+        for file in Path(forerun.__file__).parent.rglob("*.py")
+        for node in ast.parse(file.read_text()).body
+        for inner in ast.walk(node)
+        if (isinstance(inner, ast.Import) and any(alias.name.split(".")[0] == "ray" for alias in inner.names))
+        or (isinstance(inner, ast.ImportFrom) and (inner.module or "").split(".")[0] == "ray")
+    ]
+    assert found == [("cluster.py", True)]
