@@ -1,11 +1,38 @@
-"""What the counts of a completion, and an engine's totals, cannot be."""
+"""What a completion, its counts, and an engine's totals cannot be."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from forerun.rollout.protocol import Completion, SpeculationTotals
+from forerun.rollout.protocol import Completion, Request, SpeculationTotals
+
+
+def ending_faults(requests: Sequence[Request], completions: Sequence[Completion]) -> Iterator[str]:
+    """What in the answers to requests, of which none was aborted, cannot be: whose they are, and where they end.
+
+    A text that ends before `max_tokens` with "length" has filled the context, which is at least as large as the longest
+    text with its prompt. Stop strings are not looked for: they need a tokenizer.
+    """
+    if [c.request_id for c in completions] != [r.request_id for r in requests]:
+        yield f"{len(requests)} requests, but their answers are not one for each in the same order"
+        return
+    longest = max(len(c.prompt_token_ids) + len(c.token_ids) for c in completions)
+    for r, c in zip(requests, completions, strict=True):
+        sampling, size = r.sampling, len(c.token_ids)
+        stops = [i for i, token in enumerate(c.token_ids) if token in sampling.stop_token_ids]
+        if c.prompt_token_ids != list(r.prompt_token_ids):
+            yield f"{c.request_id}: the answer is to another prompt"
+        elif not 0 < size <= sampling.max_tokens:
+            yield f"{c.request_id}: {size} tokens, and max_tokens={sampling.max_tokens}"
+        elif stops and (stops[0] < size - 1 or stops[0] < sampling.min_tokens):
+            yield f"{c.request_id}: a stop token is token {stops[0] + 1} of {size}, min_tokens={sampling.min_tokens}"
+        elif (c.finish_reason == "stop") != bool(stops) and not sampling.stop:
+            yield f"{c.request_id}: ended as {c.finish_reason!r} {'at a' if stops else 'without a'} stop token"
+        elif c.finish_reason == "abort":
+            yield f"{c.request_id}: ended as 'abort', and nobody aborted it"
+        elif c.finish_reason == "length" and size < sampling.max_tokens and size + len(c.prompt_token_ids) < longest:
+            yield f"{c.request_id}: ended as 'length' after {size} tokens, and max_tokens={sampling.max_tokens}"
 
 
 def statistics_faults(completion: Completion, depth: int) -> Iterator[str]:

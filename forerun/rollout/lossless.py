@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from forerun.errors import ForerunError, UsageError
 from forerun.rollout.chi_square import POWER, ChiSquare, same_distribution, uniform_fit
-from forerun.rollout.counts import statistics_faults, totals_faults
+from forerun.rollout.counts import ending_faults, statistics_faults, totals_faults
 from forerun.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, SpeculationTotals
 from forerun.rollout.scoring import TokenScores, score_texts
 
@@ -97,7 +97,7 @@ def check_lossless(
         seed: from which the requests' seeds are counted up.
 
     Raises:
-        UsageError: no prompt, no drafting, too few samples, or greedy `sampling`.
+        UsageError: no prompt, no drafting, too few samples, greedy `sampling`, or a rate or tolerance that is none.
     """
     sampling = sampling or SamplingParams(max_tokens=16)
     if engine.num_speculative_tokens < 1:
@@ -108,12 +108,19 @@ def check_lossless(
         raise UsageError("check_lossless always compares greedy texts: give `sampling` a temperature above 0")
     if samples < 10 * _BINS:
         raise UsageError(f"check_lossless: samples={samples} cannot judge a distribution, give at least {10 * _BINS}")
+    if not 0 < false_alarm_rate < 1:
+        raise UsageError(f"check_lossless: false_alarm_rate={false_alarm_rate} must lie between 0 and 1")
+    if not 0 <= log_prob_tolerance < math.inf:
+        raise UsageError(f"check_lossless: log_prob_tolerance={log_prob_tolerance} must be a number of at least 0")
 
     wanted = _requests("sampled", prompts, sampling, samples, seed if seeds else None)
     greedy = _requests("greedy", prompts, replace(sampling, temperature=0.0), len(prompts), None)
     before = engine.speculation_totals()
     on = _Texts(engine.generate(greedy), engine.generate(wanted))
     drafted = _difference(engine.speculation_totals(), before)
+    answers = _check_answers(greedy + wanted, on.greedy + on.sampled)
+    if answers.outcome == "failed":  # what follows takes texts for what they should be
+        return LosslessReport((answers,))
     others = _requests("plain", prompts, sampling, samples, seed + samples if seeds else None)
     off, no_off = _without_drafting(engine, baseline, greedy, others)
     scores = None
@@ -123,6 +130,7 @@ def check_lossless(
         scores = _Scores(greedy_scores, score_texts(model, on.sampled, sampling))
     return LosslessReport(
         (
+            answers,
             _check_acceptance(on, drafted),
             _check_statistics(on, drafted, engine.num_speculative_tokens),
             _check_greedy(on, off, scores, 2 * log_prob_tolerance) or LosslessCheck("greedy text", "skipped", no_off),
@@ -191,6 +199,14 @@ class _Scores(NamedTuple):
 
 
 # The checks
+
+
+def _check_answers(requests: Sequence[Request], completions: Sequence[Completion]) -> LosslessCheck:
+    """Drafts must not carry a text past where it ends."""
+    faults = list(ending_faults(requests, completions))
+    if faults:
+        return LosslessCheck("answers", "failed", f"{faults[0]} ({len(faults)} such)")
+    return LosslessCheck("answers", "passed", f"{len(requests)} requests were answered in turn, and ended as they say")
 
 
 def _check_acceptance(on: _Texts, drafted: SpeculationTotals | None) -> LosslessCheck:

@@ -67,7 +67,7 @@ def test_the_right_engine_passes(model: MTPCarrier, rule: str) -> None:
     for with_model, seed in ((model, 0), (model, 10_000), (model, 20_000), (None, 30_000)):
         report = check_lossless(engine, PROMPTS, model=with_model, sampling=SAMPLING, samples=200, seed=seed)
         report.raise_for_failures()
-        assert [check.outcome for check in report.checks] == ["passed"] * 6, str(report)
+        assert [check.outcome for check in report.checks] == ["passed"] * 7, str(report)
     assert engine.num_speculative_tokens == 2
 
 
@@ -80,7 +80,7 @@ def test_every_sampling_setting_belongs_to_the_distribution(model: MTPCarrier) -
     ):
         sampling = SamplingParams(max_tokens=9, **settings)  # type: ignore[arg-type]
         report = check_lossless(engine_of(model), PROMPTS, model=model, sampling=sampling, samples=200)
-        assert [check.outcome for check in report.checks] == ["passed"] * 6, str(report)
+        assert [check.outcome for check in report.checks] == ["passed"] * 7, str(report)
 
 
 # Faults of the rules, put into the real engine
@@ -226,6 +226,45 @@ def test_the_draft_s_log_probs_are_found(model: MTPCarrier, monkeypatch: pytest.
     assert failures(report) == {"log-probs"}, str(report)
 
 
+class Asked(Wrapped):
+    """Asks the engine for something else than it was asked for."""
+
+    def __init__(self, inner: NativeEngine, change: Change = lambda c: c, **settings: Any) -> None:
+        super().__init__(inner, change)
+        self.__dict__["settings"] = settings
+
+    def generate(self, requests: Sequence[Request], on_finish: Any = None) -> list[Completion]:
+        given = [replace(r, sampling=replace(r.sampling, **self.settings)) for r in requests]
+        return [self.change(c) for c in self.inner.generate(given)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "words"),
+    [
+        ({"stop_token_ids": ()}, lambda c: c, "a stop token is token"),
+        ({"stop_token_ids": ()}, lambda c: replace(c, token_ids=c.token_ids[:1]), "ended as 'length'"),
+        ({"max_tokens": 14}, lambda c: c, "max_tokens=12"),
+        ({"max_tokens": 5}, lambda c: c, "ended as 'length' after 5 tokens"),
+        ({"max_tokens": 5}, lambda c: replace(c, finish_reason="stop"), "ended as 'stop' without a stop token"),
+        ({}, lambda c: replace(c, finish_reason="abort"), "ended as 'abort'"),
+        ({}, lambda c: replace(c, request_id="greedy-0"), "not one for each in the same order"),
+        ({}, lambda c: replace(c, prompt_token_ids=[1]), "the answer is to another prompt"),
+    ],
+)
+def test_texts_that_do_not_end_where_they_must_are_found(
+    model: MTPCarrier, settings: dict[str, Any], change: Change, words: str
+) -> None:
+    sampling = replace(SAMPLING, stop_token_ids=(3, 17, 40))
+    report = check_lossless(Asked(engine_of(model), change, **settings), PROMPTS, sampling=sampling, samples=200)
+    assert failures(report) == {"answers"} and words in str(report), str(report)
+
+
+def test_a_full_context_ends_a_text(model: MTPCarrier) -> None:
+    engine = engine_of(model, max_model_len=14)
+    report = check_lossless(engine, PROMPTS, model=model, sampling=SAMPLING, samples=200)
+    assert not report.failed, str(report)
+
+
 class Forgetful(Wrapped):
     """Draws from a stream of its own, whatever the seed."""
 
@@ -285,12 +324,12 @@ def test_what_cannot_be_compared_is_skipped_with_the_reason(model: MTPCarrier) -
     fixed = Fixed(engine_of(model), silent)
     report = check_lossless(fixed, PROMPTS, sampling=SAMPLING, samples=200, seeds=False)
     outcomes = {check.name: check.outcome for check in report.checks}
-    assert outcomes.pop("statistics") == "passed"
+    assert (outcomes.pop("answers"), outcomes.pop("statistics")) == ("passed", "passed")
     assert set(outcomes.values()) == {"skipped"} and "(start another one)" in str(report)
     report.raise_for_failures()
     report = check_lossless(fixed, PROMPTS, baseline=engine_of(model, 0), sampling=SAMPLING, samples=200)
     found = {check.name for check in report.checks if check.outcome == "passed"}
-    assert found == {"statistics", "greedy text", "log-probs", "distribution", "seeds"}
+    assert found == {"answers", "statistics", "greedy text", "log-probs", "distribution", "seeds"}
 
 
 def test_unusable_calls_say_what_to_give(model: MTPCarrier) -> None:
@@ -299,6 +338,9 @@ def test_unusable_calls_say_what_to_give(model: MTPCarrier) -> None:
         check_lossless(engine, [])
     with pytest.raises(UsageError, match="samples=3"):
         check_lossless(engine, PROMPTS, samples=3)
+    for settings in ({"false_alarm_rate": 0.0}, {"false_alarm_rate": math.nan}, {"log_prob_tolerance": math.nan}):
+        with pytest.raises(UsageError, match=r"must (lie between 0 and 1|be a number)"):
+            check_lossless(engine, PROMPTS, **settings)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="temperature above 0"):
         check_lossless(engine, PROMPTS, sampling=SamplingParams(temperature=0))
     with pytest.raises(UsageError, match="num_speculative_tokens"):
