@@ -222,14 +222,21 @@ def convert(
     return work
 
 
-@app.command()
+planning = typer.Typer(invoke_without_command=True)
+app.add_typer(planning, name="plan")
+PlannedModel = Annotated[
+    str | None, typer.Option(help="Checkpoint directory, config.json, or a known model: deepseek-r1, mimo-7b, ...")
+]
+PlannedHardware = Annotated[
+    str | None, typer.Option(help="Spec sheet: h100, h200, h20, h800, a100, b200, gaudi2, gaudi3 or cpu.")
+]
+
+
+@planning.callback()
 def plan(
-    model: Annotated[
-        str, typer.Option(help="Checkpoint directory, config.json, or a known model: deepseek-r1, mimo-7b, ...")
-    ],
-    hardware: Annotated[
-        str | None, typer.Option(help="Spec sheet: h100, h200, h20, h800, a100, b200, gaudi2, gaudi3 or cpu.")
-    ] = None,
+    context_: typer.Context,
+    model: PlannedModel = None,
+    hardware: PlannedHardware = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Instead, measure steps and acceptance here, with the native engine.")
     ] = False,
@@ -260,10 +267,14 @@ def plan(
         int | None, typer.Option(min=1, help="Most tokens that the engine takes in one decode step.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")] = False,
-) -> Work:
+) -> Work | None:
     """Predict whether speculation pays, at what depth and up to what batch size. Loads no model unless it measures."""
+    if context_.invoked_subcommand is not None:
+        return None
 
     def work() -> int:
+        if model is None:
+            raise UsageError("Missing option '--model' (see forerun plan --help)")
         from forerun.planner.command import PlanOptions, parse_acceptance, parse_precision, run
         from forerun.planner.cost import Deployment
 
@@ -289,6 +300,26 @@ def plan(
                 as_json=as_json,
             )
         )
+
+    return work
+
+
+@planning.command()
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    hardware: PlannedHardware = None,
+    model: Annotated[
+        str | None, typer.Option(help="In place of model.path: a config.json, or a known model such as mimo-7b.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")] = False,
+) -> Work:
+    """Estimate what a rank of `forerun sft` or `forerun rl` needs in memory, and what ranks send. Loads no weights."""
+
+    def work() -> int:
+        from forerun.planner.train_command import run
+
+        return run(config, overrides or [], model, hardware, as_json)
 
     return work
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from forerun.errors import UsageError
 from forerun.planner.cost import Deployment, Roofline, StepCost
-from forerun.planner.hardware import BYTES, DEVICES, Precision, find
+from forerun.planner.hardware import BYTES, DEVICES, Hardware, Precision, find
 from forerun.planner.plan import Plan, make_plan
+from forerun.planner.serving_memory import USABLE, Serving, serving
 from forerun.planner.shape import ModelShape, load_shape
 from forerun.planner.timeline import Span, parse
 
@@ -98,10 +99,15 @@ def run(options: PlanOptions) -> int:
     if most is not None and most <= depth:
         raise UsageError(f"--max-step-tokens {most} leaves no room for {depth} drafts and a token: take {depth + 1}")
     plan = make_plan(cost, acceptance, timeline, depth)
+    memory = None
+    if options.hardware is not None:
+        devices, cache = options.deployment.tensor_parallel, options.deployment.cache
+        held = [serving(shape, span.rows, span.context, cache, devices) for span in timeline]
+        memory = max(held, key=lambda one: one.total)
     if options.as_json:
-        print(json.dumps(_as_json(plan, shape, acceptance, options)))
+        print(json.dumps(_as_json(plan, shape, acceptance, options, memory)))
     else:
-        _print(plan, shape, acceptance, options)
+        _print(plan, shape, acceptance, options, memory)
     return 0
 
 
@@ -163,18 +169,25 @@ def _calibrate(options: PlanOptions, timeline: list[Span]) -> tuple[StepCost, li
     return found, found.acceptance
 
 
-def _as_json(plan: Plan, shape: ModelShape, acceptance: list[float], options: PlanOptions) -> dict[str, Any]:
+def _as_json(
+    plan: Plan, shape: ModelShape, acceptance: list[float], options: PlanOptions, memory: Serving | None
+) -> dict[str, Any]:
+    fits = None if memory is None or options.hardware is None else memory.fits(find(options.hardware))
     return {
         "model": shape.name,
         "hardware": options.hardware or "measured here",
         "acceptance": acceptance,
         **asdict(plan),
+        "memory": None if memory is None else asdict(memory),
+        "fits": fits,
         "worth_it": plan.worth_it,
         "sentence": plan.sentence(),
     }
 
 
-def _print(plan: Plan, shape: ModelShape, acceptance: list[float], options: PlanOptions) -> None:
+def _print(
+    plan: Plan, shape: ModelShape, acceptance: list[float], options: PlanOptions, memory: Serving | None
+) -> None:
     size = f"{shape.parameters / 1e9:.3g} B weights"
     if shape.active != shape.parameters:
         size += f", {shape.active / 1e9:.3g} B active"
@@ -204,6 +217,19 @@ def _print(plan: Plan, shape: ModelShape, acceptance: list[float], options: Plan
         + f", best depth at every moment {plan.adaptive_speedup:.2f}x\n"
     )
     print(plan.sentence())
+    if memory is not None and options.hardware is not None:
+        print(_room(memory, find(options.hardware)))
+
+
+def _room(memory: Serving, hardware: Hardware) -> str:
+    """Whether the model and its cache fit a device, and what to change if they do not."""
+    need = f"{memory.total / 2**30:.3g} GiB on each device ({memory.weights / 2**30:.3g} of them weights)"
+    room = f"{USABLE * hardware.memory / 2**30:.3g} GiB usable"
+    if memory.fits(hardware):
+        return f"Memory: {need}, {room}."
+    rows = memory.most_rows(hardware)
+    mend = f"run at most {rows} rows, or raise --tensor-parallel" if rows else "raise --tensor-parallel"
+    return f"It does not fit: {need}, {room}; {mend}."
 
 
 def _lengths(plan: Plan) -> str:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,11 +55,11 @@ def test_unusable_input_is_one_line(capsys: pytest.CaptureFixture[str], argument
 def test_the_answer_in_print_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*BASE, "--acceptance", "0.7,0.11,0.02", "--batch", "256"]
     code, out, err = run(capsys, arguments)
-    assert code == 0 and not err and out.splitlines()[-1].startswith("Leave it off")
+    assert code == 0 and not err and out.splitlines()[-2].startswith("Leave it off")
     code, as_json, err = run(capsys, [*arguments, "--json"])
     answer = json.loads(as_json)
     assert code == 0 and not err and answer["worth_it"] is False
-    assert answer["sentence"] == out.splitlines()[-1]
+    assert answer["sentence"] == out.splitlines()[-2]
     assert answer["batches"][0]["rows"] == 256 and len(answer["run_speedups"]) == 4
     assert f"k=3 {answer['run_speedups'][3]:.2f}x" in out
     code, as_json, _ = run(capsys, [*BASE, "--acceptance", "0.9,0.8", "--batch", "1", "--json"])
@@ -75,6 +76,32 @@ def test_options_reach_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert step("--kv-cache", "fp8") < plain < step("--context", "4000")
     assert step("--tensor-parallel", "2") < plain < step("--eager")
     assert step("--max-step-tokens", "64") > plain
+
+
+def test_whether_it_fits_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """MiMo-7B in bfloat16: 7.2 B weights in layers and head, embedding 0.62 B, MTP layer 0.22 B; 144 KiB a token."""
+
+    def plan(*extra: str) -> tuple[dict[str, Any], str]:
+        arguments = ["plan", "--model", "mimo-7b", "--hardware", "h100", "--acceptance", "0.7", *extra]
+        _, printed, _ = run(capsys, arguments)
+        _, out, _ = run(capsys, [*arguments, "--json"])
+        return json.loads(out), printed.splitlines()[-1]
+
+    few, said = plan("--batch", "32:1000", "--context", "4096")
+    weights = 2 * (36 * (4096 * 128 * 80 + 3 * 4096 * 11008) + 2 * 4096 * 151680)
+    drafter = 2 * (4096 * 128 * 80 + 3 * 4096 * 11008 + 2 * 4096**2)
+    assert few["memory"]["weights"] == weights + drafter
+    assert few["memory"]["row"] == 37 * 2 * 8 * 128 * 2 * 4096 and few["memory"]["rows"] == 32
+    assert few["fits"] is True and said.startswith("Memory: 33.1 GiB on each device")
+    many, said = plan("--batch", "512:1000,32:1000", "--context", "4096")
+    assert many["memory"]["rows"] == 512 and many["fits"] is False
+    room = int((0.92 * 80e9 - few["memory"]["weights"]) / few["memory"]["row"])
+    assert said.startswith("It does not fit") and f"at most {room} rows" in said
+    assert plan("--batch", str(room), "--context", "4096")[0]["fits"] is True
+    assert plan("--batch", str(room + 1), "--context", "4096")[0]["fits"] is False
+    assert plan("--batch", "512:1000", "--context", "4096", "--tensor-parallel", "8")[0]["fits"] is True
+    whole, said = plan("--batch", "1", "--weights", "float32", "--model", "deepseek-r1")
+    assert whole["fits"] is False and said.endswith("usable; raise --tensor-parallel.")
 
 
 def test_planning_loads_neither_torch_nor_a_model() -> None:

@@ -1,0 +1,157 @@
+"""A training configuration as the planner sees it: what it trains, on how many ranks, and what its rollouts hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from forerun.config import RLConfig, SFTConfig
+from forerun.config_file import load_config
+from forerun.planner.hardware import BYTES, Precision
+from forerun.planner.serving_memory import Serving, serving
+from forerun.planner.shape import ModelShape, load_shape
+from forerun.planner.training import Device, Layout, TrainingRun
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned.
+
+    Attributes:
+        run: the training.
+        rollout: what the rollout engine holds on a rank's device; None for SFT, or where a server that runs already
+            is used.
+        rollout_stays: bytes of it that stay while training: its weights, where it only drops its cache (native), or
+            all of it.
+        drafts: whether rollouts draft.
+    """
+
+    run: TrainingRun
+    rollout: Serving | None = None
+    rollout_stays: float = 0.0
+    drafts: bool = False
+
+
+def read_config(path: Path, overrides: Sequence[str], model: str | None) -> SFTConfig | RLConfig:
+    """The configuration of `forerun sft` or `forerun rl`, which of them by the settings that only one has.
+
+    Args:
+        model: stands in for model.path, which then need not be there.
+
+    Raises:
+        UsageError: as `load_config`.
+    """
+    if model is not None:
+        overrides = [*overrides, f"model.path={model}"]
+    cls: type[SFTConfig] | type[RLConfig] = RLConfig if _is_rl(path, overrides) else SFTConfig
+    return load_config(cls, path, overrides)
+
+
+def job_of(config: SFTConfig | RLConfig, device: Device) -> Job:
+    """What a configuration amounts to, without its data or weights.
+
+    A row counts as long as it may be: data.max_length, or prompt and response at their limits.
+
+    Args:
+        config: a checked one.
+        device: what it would run on.
+
+    Raises:
+        UsageError: model.path has no config.json and is no model that the planner knows.
+    """
+    shape = load_shape(config.model.path)
+    weight_bytes = BYTES[config.model.dtype]
+    shape = replace(shape, precision=config.model.dtype)
+    depths, chained = _depths(config, shape)
+    layout = _layout(config)
+    mixed = layout.shards > 1 and config.engine.param_dtype is not None
+    autocast = config.engine.autocast != "none"
+    compute = 2 if mixed or autocast else weight_bytes
+    common: dict[str, Any] = {
+        "shape": shape,
+        "layout": layout,
+        "depths": depths,
+        "chained": chained,
+        "train_mtp": config.mtp.enable_train,
+        "isolated": config.mtp.detach_encoder,
+        "soft": config.mtp.loss != "ce",
+        "chunk": config.mtp.chunk_size,
+        "recompute": _recompute(config),
+        "weight_bytes": weight_bytes,
+        "compute_bytes": compute,
+        "reduce_bytes": BYTES[config.engine.reduce_dtype] if config.engine.reduce_dtype else compute,
+        "autocast": autocast,
+        "device": device,
+        "rows": config.micro_batch_size,
+    }
+    if isinstance(config, SFTConfig):
+        rows = config.micro_batch_size
+        return Job(
+            TrainingRun(
+                **common,
+                train_trunk=not config.freeze_trunk,
+                row_length=config.data.max_length,
+                packed=config.data.packing or rows > 1,  # padding is a document of its own
+                micro_batches=-(-config.train_batch_size // rows),
+            )
+        )
+    limits = config.rollout.max_prompt_length + config.rollout.max_response_length
+    run = TrainingRun(
+        **common,
+        row_length=limits,
+        packed=config.micro_batch_size > 1,
+        micro_batches=-(-config.ppo_mini_batch_size * config.rollout.n // config.micro_batch_size),
+        reference=config.algorithm.needs_reference,
+    )
+    drafts = config.mtp.enable_rollout
+    if config.rollout.base_url is not None:
+        return Job(run, drafts=drafts)
+    native = config.rollout.engine == "native"
+    precision: Precision = shape.precision
+    if config.rollout.dtype != "auto":
+        precision = "float32" if config.rollout.dtype == "float32" else "bfloat16"
+    held = serving(
+        replace(shape, precision=precision),
+        config.rollout.max_num_seqs,
+        limits,
+        cache=precision,
+        devices=1 if native else config.rollout.tensor_model_parallel_size,
+        depths=depths if drafts else 0,
+    )
+    return Job(run, held, held.weights if native else held.total, drafts)
+
+
+def _is_rl(path: Path, overrides: Sequence[str]) -> bool:
+    """Whether a setting is given that `forerun rl` has and `forerun sft` has not."""
+    own = {item.name for item in fields(RLConfig)} - {item.name for item in fields(SFTConfig)}
+    given = {text.partition("=")[0].partition(".")[0] for text in overrides}
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except Exception:  # `load_config` says what is wrong with the file
+        return bool(own & given)
+    return bool(own & (given | set(loaded if isinstance(loaded, dict) else ())))
+
+
+def _depths(config: SFTConfig | RLConfig, shape: ModelShape) -> tuple[int, int]:
+    """MTP layers with weights of their own, and depths that the loss runs."""
+    if not config.mtp.enable:
+        return 0, 0
+    if config.mtp.repeat_layer:
+        return 1, config.mtp.num_layers
+    depths = shape.depths or config.mtp.num_layers
+    return depths, depths
+
+
+def _layout(config: SFTConfig | RLConfig) -> Layout:
+    engine, distributed = config.engine, config.distributed
+    ranks = 1 if config.launch == "local" else distributed.nnodes * distributed.nproc_per_node
+    shards = 1 if config.launch == "local" else engine.fsdp_size or ranks
+    return Layout(ranks=ranks, shards=shards, reshard=engine.reshard_after_forward)
+
+
+def _recompute(config: SFTConfig | RLConfig) -> bool:
+    return config.engine.activation_recompute

@@ -1,0 +1,140 @@
+"""What a training run takes: the peak of a rank with MTP and without, whether a device has room, what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from forerun.planner.from_config import Job
+from forerun.planner.hardware import Hardware
+from forerun.planner.megatron_memory import megatron_peaks
+from forerun.planner.memory import Peak, static_parts, torch_peaks
+from forerun.planner.serving_memory import USABLE
+from forerun.planner.traffic import ARITHMETIC_SHARE, Traffic, flops, traffic
+from forerun.planner.training import TrainingRun
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """The figures of one run.
+
+    Attributes:
+        job: what was planned.
+        hardware: the device of every rank; None where none is named.
+        peaks: of a step's phases, on the fullest rank.
+        without: the same without MTP; empty where the run has none.
+        traffic: what a rank sends in an optimizer step.
+    """
+
+    job: Job
+    hardware: Hardware | None
+    peaks: list[Peak]
+    without: list[Peak]
+    traffic: list[Traffic]
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the fullest moment."""
+        return max(peak.total for peak in self.peaks)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the device has room; None where none is named."""
+        return None if self.hardware is None else self.peak <= USABLE * self.hardware.memory
+
+    def compute_seconds(self, mtp: bool = True) -> float | None:
+        """Arithmetic of an optimizer step at `ARITHMETIC_SHARE` of the device's; None where none is named."""
+        if self.hardware is None:
+            return None
+        run = self.job.run
+        speed = self.hardware.peak("bfloat16" if run.compute_bytes < 4 else "float32") * ARITHMETIC_SHARE
+        return flops(run, mtp=mtp) / run.layout.ranks / speed
+
+    def sentence(self) -> str:
+        """Whether it fits, or what to change."""
+        if self.hardware is None:
+            return (
+                f"The fullest rank needs {_gib(self.peak)} in its {self._fullest()}: name a device with --hardware to "
+                "see whether that fits."
+            )
+        room = _gib(USABLE * self.hardware.memory)
+        said = f"{_gib(self.peak)} in its {self._fullest()}, of the {room} usable on {self.hardware.name}"
+        if self.fits:
+            return f"It fits: {said}."
+        for change, job in remedies(self.job):
+            tried = make_train_plan(job, self.hardware)
+            if tried.fits:
+                return f"It does not fit: {said}; {change} brings it to {_gib(tried.peak)}."
+        return f"It does not fit: {said}; no single setting mends that, so take more ranks or a smaller model."
+
+    def _fullest(self) -> str:
+        return max(self.peaks, key=lambda peak: peak.total).phase
+
+
+def make_train_plan(job: Job, hardware: Hardware | None) -> TrainPlan:
+    """The figures of a job on a device."""
+    without: list[Peak] = []
+    if job.run.depths:
+        plain = replace(job.run, depths=0, chained=0, train_mtp=False)
+        if plain.trained_parameters:  # of a head trained alone nothing would be left
+            without = _peaks(replace(job, run=plain))
+    return TrainPlan(job, hardware, _peaks(job), without, traffic(job.run))
+
+
+def remedies(job: Job) -> Iterator[tuple[str, Job]]:
+    """Changes of one setting each, the cheapest first; then the two that cost only time together."""
+    run, layout = job.run, job.run.layout
+    torch = layout.engine == "torch"
+    recompute = "engine.activation_recompute=true" if torch else "engine.megatron.recompute_granularity=full"
+    smaller = f"micro_batch_size={max(1, run.rows // 2)}"
+    one = replace(run, rows=1, micro_batches=run.micro_batches * run.rows)
+    if run.rows > 1:
+        half = max(1, run.rows // 2)
+        yield smaller, replace(job, run=replace(run, rows=half, micro_batches=run.micro_batches * run.rows // half))
+        yield "micro_batch_size=1", replace(job, run=one)
+    if not run.recompute:
+        yield recompute, replace(job, run=replace(run, recompute=True))
+        if run.rows > 1:
+            yield f"{recompute} with micro_batch_size=1", replace(job, run=replace(one, recompute=True))
+    if torch and layout.shards < layout.ranks:
+        yield "engine.fsdp_size=null", replace(job, run=replace(run, layout=replace(layout, shards=layout.ranks)))
+    best = replace(one, recompute=True)
+    factor = 2
+    while factor <= 64:
+        more = replace(layout, ranks=layout.ranks * factor, shards=layout.shards * factor if torch else layout.shards)
+        said = "" if run.recompute and run.rows == 1 else f" with {recompute} and micro_batch_size=1"
+        yield f"{more.ranks} ranks{said}", replace(job, run=replace(best, layout=more))
+        factor *= 2
+
+
+def _peaks(job: Job) -> list[Peak]:
+    run = job.run
+    if run.layout.engine == "megatron":
+        peaks = megatron_peaks(run)
+        static = {name: peaks[0].parts[name] for name in ("weights", "optimizer", "reference policy")}
+    else:
+        peaks, static = torch_peaks(run), static_parts(run)
+    if job.rollout is None:
+        return peaks
+    while_training = [Peak(peak.phase, {**peak.parts, "rollout engine": job.rollout_stays}) for peak in peaks]
+    cache = job.rollout.rows * job.rollout.row
+    return [*while_training, Peak("rollout", {**static, "rollout engine": job.rollout.weights, "rollout cache": cache})]
+
+
+def describe(run: TrainingRun) -> str:
+    """The run in a line."""
+    mtp = f"MTP x {run.chained}" if run.depths else "no MTP"
+    if run.train_mtp:
+        mtp += ", heads" if run.isolated else ", joint"
+    elif run.depths:
+        mtp += ", kept"
+    batch = f"{run.rows} x {run.row_length} tokens a micro-batch, {run.micro_batches} of them a step"
+    return f"{run.parameters / 1e9:.3g} B weights, {run.layout}; {batch}; {mtp}" + (
+        "; recompute" if run.recompute else ""
+    )
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.3g} GiB"

@@ -1,0 +1,137 @@
+"""`forerun plan train` as a user meets it: figures in print and as JSON, advice that holds, mistakes in a line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun import cli
+from forerun.planner.from_config import job_of, read_config
+from forerun.planner.hardware import find
+from forerun.planner.serving_memory import USABLE
+from forerun.planner.train_plan import make_train_plan
+
+GIB = 2**30
+
+
+@pytest.fixture
+def sft(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {path: mimo-7b, dtype: bfloat16}\n"
+        "data: {train_files: [a.jsonl], max_length: 4096}\n"
+        "mtp: {enable: true, enable_train: true}\n"
+        "launch: torchrun\n"
+        "distributed: {nproc_per_node: 8}\n"
+        "train_batch_size: 32\n"
+    )
+    return path
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(["plan", "train", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    code, out, err = plan(capsys, *arguments, "--json")
+    assert code == 0 and not err
+    return json.loads(out)
+
+
+def peak(found: dict[str, Any], which: str = "peaks") -> float:
+    return max(phase["bytes"] for phase in found[which])
+
+
+def test_the_figures_in_print_and_as_json(capsys: pytest.CaptureFixture[str], sft: Path) -> None:
+    found = answer(capsys, str(sft), "--hardware", "h100")
+    parts = found["peaks"][0]["parts"]
+    weights = 36 * (4096 * 128 * 80 + 3 * 4096 * 11008) + 2 * 4096 * 151680
+    block = 4096 * 128 * 80 + 3 * 4096 * 11008 + 2 * 4096**2
+    assert parts["weights"] == (weights + block) * 2 / 8 and parts["optimizer"] == 2 * parts["weights"]
+    without = found["peaks_without_mtp"][0]["parts"]
+    assert without["weights"] == weights * 2 / 8 and without["activations, MTP"] == 0 < parts["activations, MTP"]
+    assert peak(found) > peak(found, "peaks_without_mtp")
+    assert 1.03 < found["compute_seconds"] / found["compute_seconds_without_mtp"] < 1.2  # one layer and head on 36
+    code, out, err = plan(capsys, str(sft), "--hardware", "h100")
+    assert code == 0 and not err and out.splitlines()[-1] == found["sentence"]
+    assert f"{peak(found) / GIB:.2f}" in out and "FSDP2 x 8" in out and "gather weights, over 8 ranks" in out
+
+
+def test_settings_reach_the_figures(capsys: pytest.CaptureFixture[str], sft: Path) -> None:
+    plain = peak(answer(capsys, str(sft)))
+    assert peak(answer(capsys, str(sft), "engine.activation_recompute=true")) < plain / 1.5
+    assert peak(answer(capsys, str(sft), "micro_batch_size=2")) > 1.5 * plain
+    assert peak(answer(capsys, str(sft), "data.max_length=2048")) < plain
+    assert peak(answer(capsys, str(sft), "mtp.enable_train=false")) < plain
+    assert peak(answer(capsys, str(sft), "mtp.detach_encoder=true")) < plain
+    assert peak(answer(capsys, str(sft), "freeze_trunk=true")) < plain / 2
+    assert peak(answer(capsys, str(sft), "engine.fsdp_size=4")) > plain
+    assert peak(answer(capsys, str(sft), "model.dtype=float32")) > 1.5 * plain
+    assert peak(answer(capsys, str(sft), "engine.reshard_after_forward=false")) > plain
+    hsdp = answer(capsys, str(sft), "engine.fsdp_size=4", "engine.reduce_dtype=float32")
+    assert [kind["what"] for kind in hsdp["traffic"]][-1] == "sum over replicas"
+
+
+def test_rollouts_count(capsys: pytest.CaptureFixture[str], sft: Path) -> None:
+    rl = ["rollout.max_prompt_length=1024", "rollout.max_response_length=7168", "rollout.max_num_seqs=8"]
+    found = answer(capsys, str(sft), *rl)
+    phases = {phase["phase"]: phase["parts"] for phase in found["peaks"]}
+    assert phases["rollout"]["rollout cache"] == 8 * 8192 * 36 * 2 * 8 * 128 * 2
+    weights = 36 * (4096 * 128 * 80 + 3 * 4096 * 11008) + 2 * 4096 * 151680
+    assert phases["rollout"]["rollout engine"] == 2 * weights
+    assert phases["forward and backward"]["rollout engine"] == 2 * weights  # it drops its cache only
+    drafting = answer(capsys, str(sft), *rl, "mtp.enable_rollout=true")
+    assert peak(drafting) > peak(found)
+    elsewhere = answer(capsys, str(sft), *rl, "rollout.engine=vllm", "rollout.base_url=http://127.0.0.1:8000")
+    assert [phase["phase"] for phase in elsewhere["peaks"]] == ["forward and backward", "optimizer step"]
+    reference = answer(capsys, str(sft), *rl, "algorithm.use_kl_loss=true")
+    assert reference["peaks"][0]["parts"]["reference policy"] == reference["peaks"][0]["parts"]["weights"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["micro_batch_size=8"], ["distributed.nproc_per_node=1"], ["model.dtype=float32"]],
+)
+def test_the_advice_holds(capsys: pytest.CaptureFixture[str], sft: Path, overrides: list[str]) -> None:
+    """What the sentence tells to set makes the run fit, and without it the run does not."""
+    found = answer(capsys, str(sft), *overrides, "--hardware", "a100")
+    assert found["fits"] is False
+    advice = found["sentence"].split("; ", 1)[1].split(" brings it to ")[0]
+    settings = [word for word in advice.replace(" and ", " ").replace(" with ", " ").split() if "=" in word]
+    words = advice.split()
+    if "ranks" in words:
+        settings.append(f"distributed.nproc_per_node={words[0]}")
+    assert settings
+    mended = answer(capsys, str(sft), *overrides, *settings, "--hardware", "a100")
+    assert mended["fits"] is True
+    assert f"brings it to {peak(mended) / GIB:.3g} GiB" in found["sentence"]
+
+
+def test_fitting_leaves_room_for_what_is_not_a_tensor(sft: Path) -> None:
+    config = read_config(sft, [], None)
+    made = make_train_plan(job_of(config, "cuda"), find("h200"))
+    assert made.fits == (made.peak <= USABLE * 141e9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere.yaml"], "no such configuration file: nowhere.yaml"),
+        (["{sft}", "--hardware", "abacus"], "no spec sheet for hardware 'abacus'"),
+        (["{sft}", "--model", "nowhere"], "nowhere is neither a directory with a config.json"),
+        (["{sft}", "mtp.enable_trian=true"], "did you mean mtp.enable_train?"),
+        (["{sft}", "rollout.temprature=1"], "did you mean rollout.temperature?"),
+        (["{sft}", "micro_batch_size=64"], "micro_batch_size=64 is larger than train_batch_size=32"),
+        (["{sft}", "engine.fsdp_size=3"], "8 ranks are no multiple of the 3"),
+    ],
+)
+def test_unusable_input_is_one_line(
+    capsys: pytest.CaptureFixture[str], sft: Path, arguments: list[str], said: str
+) -> None:
+    code, out, err = plan(capsys, *[text.format(sft=sft) for text in arguments])
+    assert code == 2 and out == "" and len(err.splitlines()) == 1 and said in err
