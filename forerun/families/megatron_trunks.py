@@ -87,7 +87,9 @@ TRUNKS: tuple[MegatronTrunk, ...] = (
     MegatronTrunk(
         ("deepseek_v3",),
         (*_LATENT, *_EXPERTS),
-        {**_SIGMOID_ROUTER, "qk_layernorm": True},
+        # Not qk_layernorm, though latents have norms: with it the gradients of these, which are whole on every
+        # tensor-parallel rank, are summed.
+        _SIGMOID_ROUTER,
         # transformers' norms of the latents have 1e-6 whatever config.json says, Megatron's what it says.
         _UNBIASED | {"norm_topk_prob": (True,), "rope_interleave": (True,), "rms_norm_eps": (1e-6,)},
         latent=True,

@@ -30,7 +30,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from forerun.engines.megatron.attention import DocumentAttention
 from forerun.engines.megatron.layout import ParallelLayout
-from forerun.engines.megatron.parts import ParallelRMSNorm, mend_latent_attention, read_before_norm
+from forerun.engines.megatron.parts import LatentAttention, ParallelRMSNorm, mend_latent_attention, read_before_norm
 from forerun.engines.megatron.version import mend_import_errors
 from forerun.errors import ForerunError, UsageError, one_line
 from forerun.families import FamilyRecord, declared_depth, family_of
@@ -107,10 +107,6 @@ def build_model(
     )
     if depth:
         fields |= {"mtp_num_layers": depth, "mtp_loss_scaling_factor": mtp.mtp_loss_scaling_factor}
-    query_norms = bool(fields.get("qk_layernorm"))
-    if trunk.latent:
-        # Said to the configuration, it sums gradients that are whole on every rank already.
-        fields |= {"qk_layernorm": False}
     try:
         transformer = (MLATransformerConfig if trunk.latent else TransformerConfig)(**fields)
     except (AssertionError, TypeError, ValueError) as error:
@@ -127,7 +123,7 @@ def build_model(
     mend_import_errors()
     chunks = []
     for stage in range(layout.chunks):
-        chunk = _chunk(blueprint, transformer, stage, query_norms, model_class, layer_spec, rotary_of_model)
+        chunk = _chunk(blueprint, transformer, stage, model_class, layer_spec, rotary_of_model)
         _settle(chunk, blueprint, mtp)
         chunks.append(chunk)
     return chunks
@@ -227,12 +223,10 @@ def _parallel_settings(
     }
 
 
-def _layer_spec(
-    config: TransformerConfig, experts: int | None, query_norms: bool, change: LayerSpec | None
-) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, experts: int | None, change: LayerSpec | None) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=experts,
-        qk_layernorm=query_norms,
+        qk_layernorm=config.qk_layernorm or config.multi_latent_attention,
         multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
@@ -245,6 +239,8 @@ def _layer_spec(
         for name in names:
             if getattr(owner, name, IdentityOp) not in (None, IdentityOp):
                 setattr(owner, name, ParallelRMSNorm)
+    if config.multi_latent_attention:
+        spec.submodules.self_attention.module = LatentAttention
     return spec if change is None else change(spec)
 
 
@@ -252,7 +248,6 @@ def _chunk(
     blueprint: Blueprint,
     config: TransformerConfig,
     virtual_stage: int,
-    query_norms: bool,
     model_class: type[GPTModel],
     change: LayerSpec | None,
     rotary: Mapping[str, Any],
@@ -265,7 +260,7 @@ def _chunk(
     start = sum(sizes[:stage])
 
     def layer(n: int) -> ModuleSpec:
-        return _layer_spec(config, shape.experts if shape.expert_layer(n) else None, query_norms, change)
+        return _layer_spec(config, shape.experts if shape.expert_layer(n) else None, change)
 
     block = None
     if last and blueprint.depths:

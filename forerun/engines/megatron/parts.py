@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
 
@@ -27,6 +28,17 @@ class ParallelRMSNorm:
         norm: Any = nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
         norm.weight.sequence_parallel = config.sequence_parallel
         return norm
+
+
+class LatentAttention(MLASelfAttention):
+    """Multi-head latent attention with the norms and projections of its spec.
+
+    Megatron-core 0.19 wants them to follow `config.qk_layernorm`, and a fused layer where queries have no latents.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
 
 
 class _SumGradients(torch.autograd.Function):
