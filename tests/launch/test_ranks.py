@@ -170,7 +170,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(place: Path) -> None:
     code, output = run(place, "grown", "engine.fsdp_size=1", torchrun=OUTER)
     assert code == 0, output
     assert_same_as_alone(place, "grown")
-    code, output = run(place, "shrunk", "trainer.total_steps=2", "engine.reshard_after_forward=false", torchrun=OUTER)
+    settings = ("trainer.total_steps=2", "engine.reshard_after_forward=false", "trainer.async_save=true")
+    code, output = run(place, "shrunk", *settings, torchrun=OUTER)
     assert code == 0, output
     run_alone(place, "shrunk")
     assert_same_as_alone(place, "shrunk")

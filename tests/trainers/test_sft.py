@@ -100,8 +100,12 @@ def test_isolated_head_leaves_the_trunk_of_training_without_mtp(settings: list[s
         assert torch.equal(tensor, with_head[name]), name
 
 
-def test_an_interrupted_run_resumes_bit_identically(settings: list[str], tmp_path: Path) -> None:
-    schedule = ["trainer.total_steps=9", "trainer.save_freq=4"]
+@pytest.mark.parametrize(("async_save", "last_step"), [("false", 6), ("true", 4)])
+def test_an_interrupted_run_resumes_bit_identically(
+    settings: list[str], tmp_path: Path, async_save: str, last_step: int
+) -> None:
+    """Also when that happens while the checkpoint is still being written: the run ends when it is there."""
+    schedule = ["trainer.total_steps=9", "trainer.save_freq=4", f"trainer.async_save={async_save}"]
     schedule += ["optim.lr_scheduler_type=cosine", "optim.warmup_steps=2"]
     straight = trainer(settings, *schedule, f"trainer.output_dir={tmp_path / 'straight'}")
     straight.train()
@@ -110,13 +114,14 @@ def test_an_interrupted_run_resumes_bit_identically(settings: list[str], tmp_pat
     take = stopped.order.take
 
     def interrupted(count: int) -> list[int]:
-        if stopped.engine.global_step == 6:
+        if stopped.engine.global_step == last_step:
             raise KeyboardInterrupt
         return take(count)
 
     stopped.order.take = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         stopped.train()
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4"]
     torch.manual_seed(99)
     resumed = trainer(settings, *schedule)
     resumed.train()
@@ -124,6 +129,44 @@ def test_an_interrupted_run_resumes_bit_identically(settings: list[str], tmp_pat
     expected = weights(straight)
     for name, tensor in weights(resumed).items():
         assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize(("total", "reached"), [(4, 3), (2, 2)], ids=["next save", "end"])
+def test_a_save_beside_the_training_that_fails_stops_the_run(
+    settings: list[str], tmp_path: Path, total: int, reached: int
+) -> None:
+    """At the next save, or at the end where there is none; what was saved before stays, and the run goes on from it."""
+    schedule = [f"trainer.total_steps={total}", "trainer.save_freq=1", "trainer.async_save=true"]
+    made = trainer(settings, *schedule)
+    blocking, step = tmp_path / "run" / ".checkpoint-2.unfinished", made.step
+
+    def blocked() -> dict[str, float]:
+        if made.engine.global_step == 1:
+            blocking.write_text("no directory")
+        return step()
+
+    made.step = blocked  # type: ignore[method-assign]
+    with pytest.raises(ForerunError, match=r"cannot write .*checkpoint-2: file exists"):
+        made.train()
+    assert made.engine.global_step == reached
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-1"]
+    blocking.unlink()
+    trainer(settings, *schedule).train()
+    assert [path.name for path in checkpoints(tmp_path / "run")] == [f"checkpoint-{n}" for n in (total - 1, total)]
+
+
+def test_an_exported_model_starts_another_run(settings: list[str], tmp_path: Path) -> None:
+    """With its weights and figures, whatever it was trained with before."""
+    first = trainer(settings, "trainer.total_steps=2")
+    figures = first.train()
+    exported, output = f"model.path={tmp_path / 'run' / 'model'}", f"trainer.output_dir={tmp_path / 'next'}"
+    second = trainer(settings, exported, output, "trainer.total_steps=1", "mtp_init=plain")
+    expected = weights(first)
+    assert weights(second).keys() == expected.keys()
+    for name, tensor in weights(second).items():
+        assert torch.equal(tensor, expected[name]), name
+    held_out = {name: value for name, value in figures.items() if name.startswith("val/")}
+    assert held_out and second.evaluate() == held_out
 
 
 def test_a_finished_run_started_again_gives_its_held_out_figures(settings: list[str]) -> None:
