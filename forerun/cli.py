@@ -8,6 +8,7 @@ answer at once.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -353,6 +354,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("TOKENIZERS_PARALLELISM", "false"),
     ):
         os.environ.setdefault(name, value)
+
+    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character of a text gets its number
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
     def parse_and_work() -> int:
         given = None if arguments is None else list(arguments)

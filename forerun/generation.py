@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from forerun.config import ModelConfig
 from forerun.data.chat import encode_prompt, stop_token_ids
 from forerun.data.detokenize import Detokenizer
+from forerun.data.rows import is_text
 from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier
 from forerun.models.loading import load
@@ -52,6 +53,8 @@ def generate_text(model_path: Path, prompts: Sequence[str], options: GenerateOpt
     Raises:
         UsageError: settings out of range, no checkpoint, a prompt that fills the context, drafting without a block.
     """
+    if unusable := [text for text in options.stop if not is_text(text)]:
+        raise UsageError(f"--stop {unusable[0]!r} is not valid UTF-8: give it as text")
     try:
         sampling = SamplingParams(
             max_tokens=options.max_tokens,

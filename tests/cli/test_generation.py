@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -123,6 +123,19 @@ def test_an_answer_is_printed_while_it_grows(monkeypatch: pytest.MonkeyPatch, pl
     assert "".join(written) == out.getvalue()
 
 
+def test_a_terminal_that_lacks_a_character_gets_its_number(monkeypatch: pytest.MonkeyPatch, plain: Path) -> None:
+    ask = ["generate", "--model", str(plain), "--prompt", "abc", "--max-tokens", "20"]
+    texts = []
+    for encoding in ("utf-8", "ascii"):
+        out = TextIOWrapper(BytesIO(), encoding=encoding)
+        monkeypatch.setattr(sys, "stdout", out)
+        assert cli.main(ask) == 0
+        out.flush()
+        texts.append(out.buffer.getvalue())  # type: ignore[attr-defined]
+    whole, numbers = texts
+    assert not whole.isascii() and numbers == whole.decode().encode("ascii", "backslashreplace")
+
+
 def test_a_stop_string_ends_the_answer(capsys: pytest.CaptureFixture[str], plain: Path) -> None:
     ask = ("--prompt", "abc", "--max-tokens", "30", "--temperature", "1", "--seed", "3")
     whole = generate(capsys, plain, *ask)[1].rstrip("\n")
@@ -142,6 +155,7 @@ def test_a_stop_string_ends_the_answer(capsys: pytest.CaptureFixture[str], plain
         (["--prompt", "abc", "--top-p", "1.5"], "top_p=1.5 must lie in (0, 1]"),
         (["--prompt", "abc", "--min-p", "2"], "min_p=2.0 must lie in [0, 1]"),
         (["--prompt", "abc", "--stop", ""], "stop holds an empty string"),
+        (["--prompt", "abc", "--stop", "caf\udce9"], "--stop 'caf\\udce9' is not valid UTF-8"),
     ],
 )
 def test_what_cannot_be_answered_is_one_line(
