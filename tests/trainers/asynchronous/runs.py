@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,12 @@ def closing(made: AsyncRLTrainer) -> Iterator[AsyncRLTrainer]:
 
 
 class GatedEngine(NativeEngine):
-    """Leaves nothing to time: once it has but requests of later steps than `needed` to run, and each of these has a few
-    tokens, it stands still until it is asked to abort.
+    """Leaves nothing to time: once it has but `size` requests to run, of later steps than `needed`, and each of these
+    has a few tokens, it stands still until it is asked to abort.
     """
 
     needed: Callable[[], int]
+    size: int
 
     def generate(
         self, requests: Sequence[Request], on_finish: Callable[[Completion], None] | None = None, _: Any = None
@@ -70,7 +72,7 @@ class GatedEngine(NativeEngine):
         assert self._call is not None
         later = all(int(running.split("-")[0]) > self.needed() for running in self._call.unfinished)
         rows = self._call.run.scheduler.decoding
-        if later and len(rows) == len(self._call.unfinished) and all(len(row.token_ids) > 2 for row in rows):
+        if later and len(rows) == self.size and all(len(row.token_ids) > 2 for row in rows):
             assert self.asked.wait(60), "nobody asked for an abort"
 
     def abort(self, request_ids: Any) -> None:
@@ -78,13 +80,15 @@ class GatedEngine(NativeEngine):
         self.asked.set()
 
 
-def gated_worker(config: RLConfig, engine: TorchEngine) -> tuple[LocalWorker, GatedEngine]:
-    rollout = GatedEngine.from_model(
-        engine.model,
-        tokenizer=make_tokenizer(),
-        num_speculative_tokens=config.mtp.num_speculative_tokens if config.mtp.enable_rollout else 0,
-        max_num_seqs=64,
-        products="linear",
-    )
+def gated(tmp_path: Path, *more: str) -> AsyncRLTrainer:
+    """A trainer whose updates meet every response of the next step when it has some of its 24 tokens."""
+    options = [*ASYNC, *DRAFT, "rollout.max_response_length=24", "rollout.n=3", *more]
+    config = settings(tmp_path, *options)
+    engine = training_engine(config)
+    rollout = GatedEngine.from_model(engine.model, num_speculative_tokens=2, products="linear")
     assert isinstance(rollout, GatedEngine)
-    return LocalWorker(rollout, 64, "gated"), rollout
+    size = config.train_batch_size * config.rollout.n  # a step's requests run together, and later ones behind them
+    made = asynchronous(tmp_path, *options, engine=engine, workers=[LocalWorker(rollout, size, "gated")])
+    rollout.needed, rollout.size = lambda: made.rl_step, size
+    made.requests = replace(made.requests, stop_token_ids=())
+    return made

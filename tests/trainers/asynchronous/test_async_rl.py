@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from forerun.engines.torch_engine import TorchEngine
+from forerun.errors import ForerunError
 from forerun.report.metric_names import describe
-from tests.trainers.asynchronous.runs import DRAFT, REPEATABLE, asynchronous, closing, synchronous
-from tests.trainers.tiny_rl import assert_same, weights
+from forerun.rewards.protocol import RewardRequest, RewardResult
+from forerun.rollout.local_worker import LocalWorker
+from forerun.rollout.native.engine import NativeEngine
+from forerun.rollout.protocol import SamplingParams
+from forerun.rollout.scoring import score_texts
+from forerun.trainers.asynchronous.stored import restored_completion
+from forerun.trainers.asynchronous.trainer import AsyncRLTrainer
+from forerun.trainers.rollout_engines import make_rollout_engine
+from tests.trainers.asynchronous.runs import (
+    ASYNC,
+    DRAFT,
+    REPEATABLE,
+    asynchronous,
+    closing,
+    gated,
+    synchronous,
+    training_engine,
+)
+from tests.trainers.tiny_rl import MTP, PROMPTS, assert_same, settings, weights
 
 
 @pytest.mark.parametrize("more", [[], DRAFT], ids=["plain", "drafts"])
@@ -35,3 +60,220 @@ def test_tokens_are_as_stale_as_the_window_allows(tmp_path: Path, staleness: int
             oldest = max(0, -(-(step - staleness) // interval) * interval)
             assert metrics["staleness_mean"] == metrics["staleness_max"] == step - oldest <= staleness
             assert all(describe(name) is not None for name in metrics), metrics
+
+
+def test_an_update_cuts_responses_short_and_the_new_weights_write_them_on(tmp_path: Path) -> None:
+    with closing(gated(tmp_path, "optim.lr=3e-2")) as made:
+        assert isinstance(made.engine, TorchEngine)
+        versions = [copy.deepcopy(made.engine.model)]
+        for step in range(4):
+            metrics = made.turn(pause=False)
+            versions.append(copy.deepcopy(made.engine.model))
+            completions = [sample.completion for sample in made.samples]
+            assert len(completions) == 12
+            # The first step's responses were written at one go; the update before met all later ones on their way.
+            expected = {step} if step == 0 else {step - 1, step}
+            assert all(set(c.weight_versions) == expected for c in completions)
+            assert all(c.weight_versions == sorted(c.weight_versions) for c in completions)
+            assert metrics["partial_rollout_fraction"] == (step > 0) and metrics["staleness_max"] == (step > 0)
+            # Each token's log-probability is that of the weights that its version names, given all that is before it.
+            for version in expected:
+                scores = score_texts(versions[version], completions, SamplingParams())
+                for c, score in zip(completions, scores, strict=True):
+                    own = torch.tensor([v == version for v in c.weight_versions])
+                    assert (torch.tensor(c.log_probs, dtype=torch.float64) - score.log_prob)[own].abs().max() < 1e-4
+            for c in completions:
+                assert len(c.prompt_token_ids) == 2 and c.finish_reason == "length"
+                assert c.accepted_draft is not None
+                assert len(c.accepted_draft) == len(c.log_probs) == len(c.token_ids) == 24
+                assert sum(c.accepted_draft) == c.spec_num_accepted_tokens == sum(c.accepted_per_depth or [])
+                assert c.spec_num_draft_tokens == sum(c.drafted_per_depth or [])
+
+
+def test_a_run_resumes_to_the_bit_with_rollouts_pending(tmp_path: Path) -> None:
+    def run(directory: str, steps: int) -> AsyncRLTrainer:
+        output = f"trainer.output_dir={tmp_path / directory}"
+        limits = ["trainer.save_freq=2", f"trainer.total_steps={steps}", "train_batch_size=2", "ppo_mini_batch_size=2"]
+        made = asynchronous(tmp_path, *REPEATABLE, *DRAFT, *limits, "async_training.max_staleness=2", output)
+        made.train()
+        return made
+
+    straight = run("straight", 5)
+    stopped = run("stopped", 3)
+    assert stopped.ledger.num_ready == 4  # two steps' groups wait in the checkpoint
+    torch.manual_seed(77)
+    resumed = run("stopped", 5)
+    assert_same(weights(straight), weights(resumed))
+    assert [s.completion for s in straight.samples] == [s.completion for s in resumed.samples]
+    logged = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("straight", "stopped")
+    ]
+    for one, other in zip(*logged, strict=True):
+        same = [name for name in one if "time/" not in name and "_per_second" not in name]
+        assert {name: one[name] for name in same} == {name: other[name] for name in same}
+    assert logged[0][-1]["staleness_max"] == 2
+
+
+def test_unfinished_responses_are_in_the_checkpoint_with_what_is_written(tmp_path: Path) -> None:
+    with closing(gated(tmp_path)) as made:
+        made.turn(pause=True)
+        saved = json.loads(json.dumps(made.state_dict()))
+        with pytest.raises(ForerunError, match="paused"):
+            made.turn(pause=False)
+            made.state_dict()
+    begun = {(number, place): restored_completion(state) for number, place, state in saved["rollouts"]["written"]}
+    assert sorted(begun) == [(4 + prompt, place) for prompt in range(4) for place in range(3)]
+    with closing(gated(tmp_path)) as resumed:
+        resumed.load_state_dict(saved)
+        assert json.loads(json.dumps(resumed.state_dict())) == saved
+        metrics = resumed.turn(pause=True)
+        assert metrics["partial_rollout_fraction"] == 1 and metrics["staleness_max"] == 1
+        for index, sample in enumerate(resumed.samples):
+            first = begun[4 + index // 3, index % 3]
+            count = len(first.token_ids)
+            assert 2 < count < 24 and sample.completion.token_ids[:count] == first.token_ids
+            assert sample.completion.log_probs[:count] == first.log_probs
+            assert sample.completion.weight_versions == [0] * count + [1] * (24 - count)
+
+
+class DyingEngine(NativeEngine):
+    """Fails once it has finished `lives` requests."""
+
+    lives = 5
+
+    def generate(self, requests: Any, on_finish: Any = None, _: Any = None) -> Any:
+        def count(completion: Any) -> None:
+            self.lives -= 1
+            if self.lives < 0:
+                raise ForerunError("the power is gone")
+            on_finish(completion)
+
+        return super().generate(requests, count)
+
+
+def dying_worker(made_for: list[str], name: str, tmp_path: Path) -> LocalWorker:
+    engine = training_engine(settings(tmp_path, *made_for))
+    return LocalWorker(DyingEngine.from_model(engine.model, num_speculative_tokens=2, products="linear"), 4, name)
+
+
+def sound_worker(made_for: list[str], name: str, tmp_path: Path) -> LocalWorker:
+    config = settings(tmp_path, *made_for)
+    return LocalWorker(make_rollout_engine(config, training_engine(config)), 4, name)
+
+
+def test_what_a_lost_worker_held_is_written_by_the_others_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    more = [*REPEATABLE, *DRAFT]
+    with closing(asynchronous(tmp_path, *more)) as whole:
+        expected = [(whole.turn(pause=False), [s.completion for s in whole.samples])[1] for _ in range(3)]
+    workers = [dying_worker(more, "mortal", tmp_path), sound_worker(more, "sound", tmp_path)]
+    with closing(asynchronous(tmp_path, *more, workers=workers)) as made, caplog.at_level(logging.WARNING):
+        for step in range(3):
+            metrics = made.turn(pause=False)
+            assert [s.completion.token_ids for s in made.samples] == [c.token_ids for c in expected[step]]
+            assert [s.completion.weight_versions for s in made.samples] == [c.weight_versions for c in expected[step]]
+        assert metrics["rollout_workers"] == 1 and metrics["requests_reissued"] > 10  # type: ignore[operator]
+    assert "rollout worker mortal: the power is gone" in caplog.text
+
+
+def test_a_worker_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
+    more = [*ASYNC, *DRAFT]
+    made = asynchronous(tmp_path, *more, workers=[dying_worker(more, "mortal", tmp_path)])
+    with closing(made), pytest.raises(ForerunError, match=r"every rollout worker is lost: .*power is gone"):
+        made.turn(pause=False)
+    replaced: list[str] = []
+
+    def replace_worker(name: str) -> LocalWorker:
+        replaced.append(name)
+        return sound_worker(more, f"{name}'s heir", tmp_path)
+
+    mortal = dying_worker(more, "mortal", tmp_path)
+    with closing(asynchronous(tmp_path, *more, workers=[mortal], replace_worker=replace_worker)) as made:
+        for step in range(3):
+            metrics = made.turn(pause=False)
+            assert metrics["staleness_max"] <= 1 and metrics["drafter_in_sync"] == 1.0  # type: ignore[operator]
+            names = [sample.completion.request_id for sample in made.samples]
+            assert names == [f"{step}-{place}-{j}" for place in range(4) for j in range(8)]
+    assert replaced == ["mortal"]
+
+
+def test_dynamic_sampling_trains_on_whole_batches_of_informative_groups(tmp_path: Path) -> None:
+    more = [*ASYNC, "algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=3"]
+    with closing(asynchronous(tmp_path, *more, "rollout.n=2", "async_training.max_staleness=2")) as made:
+        drawn = 0
+        for _ in range(4):
+            metrics = made.turn(pause=False)
+            for start in range(0, 8, 2):
+                assert len({sample.reward.score for sample in made.samples[start : start + 2]}) == 2
+            assert metrics["staleness_max"] <= 2 and len(made.samples) == 8  # type: ignore[operator]
+            assert metrics["kept_groups"] == 1 / metrics["num_gen_batches"] <= 1  # type: ignore[operator]
+            drawn += round(4 * float(metrics["num_gen_batches"] or 0))
+        assert drawn > 16  # some groups were dropped
+
+    class Same:
+        def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+            return [RewardResult(1.0)] * len(requests)
+
+    hopeless = asynchronous(tmp_path, *more, reward=Same())
+    with closing(hopeless), pytest.raises(ForerunError, match=r"step 1: \d+ groups in a row had nothing to learn"):
+        hopeless.turn(pause=False)
+
+    class Fails:
+        def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+            return [RewardResult(0.0, "exception", "ZeroDivisionError")] * len(requests)
+
+    for change in (more, ASYNC):
+        broken = asynchronous(tmp_path, *change, reward=Fails())
+        with closing(broken), pytest.raises(ForerunError, match="reward failed on all"):
+            broken.turn(pause=False)
+
+
+SET_UPS = {
+    "keep only": ["mtp.enable=true"],
+    "joint": ["mtp.enable=true", "mtp.enable_train=true"],
+    "heads": MTP,
+    "rollout": DRAFT,
+}
+
+
+@pytest.mark.parametrize("name", SET_UPS)
+def test_the_four_set_ups_train_asynchronously(tmp_path: Path, name: str) -> None:
+    with closing(asynchronous(tmp_path, *ASYNC, *SET_UPS[name])) as made:
+        before = weights(made)  # type: ignore[arg-type]
+        head = {key for key, _ in made.engine.drafter_weights()}
+        metrics = [made.turn(pause=False) for _ in range(3)][-1]
+        moved = {key for key, tensor in weights(made).items() if not torch.equal(tensor, before[key])}  # type: ignore[arg-type]
+        assert moved - head and bool(moved & head) == (name != "keep only")
+        assert ("mtp/depth_1/loss" in metrics) == (name != "keep only")
+        assert (metrics["acceptance_length"] is not None) == (name == "rollout")
+        assert metrics["drafter_in_sync"] == 1.0 and not made.alarms.raised
+        assert made.config.algorithm.rollout_correction.bypass_mode is True
+
+
+def test_the_policy_improves_on_stale_samples(tmp_path: Path) -> None:
+    with closing(asynchronous(tmp_path, *REPEATABLE, "optim.lr=3e-2", "async_training.max_staleness=2")) as made:
+        rewards = [float(made.turn(pause=False)["reward_mean"] or 0.0) for _ in range(30)]
+    assert sum(rewards[:5]) / 5 < 0.15
+    assert sum(rewards[-5:]) / 5 > 0.4, rewards
+
+
+def test_a_failure_of_a_thread_ends_the_run(tmp_path: Path) -> None:
+    class Broken:
+        def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+            raise RuntimeError("the judge is out")
+
+    made = asynchronous(tmp_path, *ASYNC, reward=Broken())
+    with closing(made), pytest.raises(RuntimeError, match="the judge is out"):
+        made.turn(pause=False)
+
+
+def test_held_out_prompts_are_answered_by_the_weights_of_the_step(tmp_path: Path) -> None:
+    with closing(asynchronous(tmp_path, *ASYNC, eval_prompts=PROMPTS[:2])) as made:
+        first = made.evaluate()
+        assert made.evaluate() == first and first.keys() >= {"val/reward_mean"}
+        made.turn(pause=True)
+        plain = synchronous(tmp_path, engine=made.engine, eval_prompts=PROMPTS[:2])
+        assert made.evaluate()["val/reward_mean"] == plain.evaluate()["val/reward_mean"]
+        made.turn(pause=False)
