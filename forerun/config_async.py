@@ -27,6 +27,11 @@ class AsyncTrainingConfig:
     partial_rollout: bool = True
     # Rollout engines, each with its copy of the weights.
     num_workers: int = bounded(1, ge=1)
+    # launch=ray, where each is a process of its own: the CPUs and GPUs set aside for it (null: where there are GPUs,
+    # rollout.tensor_model_parallel_size of them), and the seconds without an answer after which it counts as lost.
+    worker_num_cpus: float = bounded(1.0, ge=0)
+    worker_num_gpus: float | None = bounded(None, ge=0)
+    worker_timeout_s: float = bounded(600.0, gt=0)
 
 
 def check_async(
@@ -44,7 +49,9 @@ def check_async(
     if not settings.enable:
         return
     if launch == "torchrun":
-        raise UsageError("launch=torchrun with async_training.enable=true: asynchronous training is of launch=local")
+        raise UsageError(
+            "launch=torchrun with async_training.enable=true: asynchronous training is of launch=local and launch=ray"
+        )
     if settings.max_staleness < settings.trigger_parameter_sync_step - 1:
         raise UsageError(
             f"async_training.max_staleness={settings.max_staleness} with "

@@ -9,6 +9,7 @@ from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from forerun.cluster import import_ray
 from forerun.config import RLConfig, SFTConfig
 from forerun.config_file import load_config
 from forerun.errors import UsageError
@@ -41,7 +42,14 @@ def run(verb: Verb, path: Path, overrides: Sequence[str]) -> None:
         check_device_count(settings.nproc_per_node)
     if config.launch == "ray":
         wants_cuda = None if config.engine.device == "auto" else config.engine.device == "cuda"
-        start_ray_ranks(partial(_run_rank, verb, path.resolve(), overrides), settings, wants_cuda)
+        work, cpus = _run_rank, 0.0
+        if isinstance(config, RLConfig) and config.async_training.enable:
+            if settings.nnodes * settings.nproc_per_node > 1:
+                raise UsageError(
+                    "async_training.enable=true trains in one process: set distributed.nnodes=1 and nproc_per_node=1"
+                )
+            work, cpus = _run_alone, config.async_training.num_workers * config.async_training.worker_num_cpus
+        start_ray_ranks(partial(work, verb, path.resolve(), overrides), settings, wants_cuda, cpus)
     else:
         start_ranks([verb, str(path), *overrides], settings)
 
@@ -50,6 +58,10 @@ def _run_rank(verb: Verb, path: Path, overrides: Sequence[str]) -> None:
     config = _load(verb, path, overrides)
     with joined(config.engine, config.distributed) as mesh:
         _train(config, mesh)
+
+
+def _run_alone(verb: Verb, path: Path, overrides: Sequence[str]) -> None:
+    _train(_load(verb, path, overrides), None)
 
 
 def _load(verb: Verb, path: Path, overrides: Sequence[str]) -> SFTConfig | RLConfig:
@@ -68,7 +80,13 @@ def _train(config: SFTConfig | RLConfig, mesh: DeviceMesh | None) -> None:
 
         if mesh is not None:
             raise UsageError("async_training.enable=true trains in one process: start it without torchrun")
-        AsyncRLTrainer(config).train()
+        if config.launch == "ray":
+            from forerun.trainers.ray_workers import ray_workers
+
+            workers, replace_worker = ray_workers(import_ray(), config)
+            AsyncRLTrainer(config, workers=workers, replace_worker=replace_worker).train()
+        else:
+            AsyncRLTrainer(config).train()
     else:
         from forerun.trainers.rl import RLTrainer
 

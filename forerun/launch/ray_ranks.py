@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -92,7 +93,9 @@ class _Rank:
             sys.stderr.flush()
 
 
-def start_ranks(work: Callable[[], None], config: DistributedConfig, wants_cuda: bool | None) -> None:
+def start_ranks(
+    work: Callable[[], None], config: DistributedConfig, wants_cuda: bool | None, more_cpus: float = 0
+) -> None:
     """Do `work` as every rank, each in a process of its own, until all have ended.
 
     Args:
@@ -100,13 +103,14 @@ def start_ranks(work: Callable[[], None], config: DistributedConfig, wants_cuda:
             and what it refers to must be importable there.
         config: `nnodes` machines with `nproc_per_node` ranks each, of the Ray at `ray_address`.
         wants_cuda: whether every rank needs a GPU; None: if there are any.
+        more_cpus: that `work` will ask Ray for itself.
 
     Raises:
         RankFailedError: the first rank that failed; its last lines are on stderr then. Its exit code is the rank's.
         UsageError: Ray is not installed.
         ForerunError: Ray does not start or answer, or has no room for the ranks within `timeout_s`.
     """
-    with connected(config.ray_address, cpus=config.nproc_per_node) as ray:
+    with connected(config.ray_address, cpus=math.ceil(config.nproc_per_node + more_cpus)) as ray:
         gpus = 1 if (wants_cuda if wants_cuda is not None else ray.cluster_resources().get("GPU", 0) > 0) else 0
         group = _reserve(ray, config, gpus)
         actors: list[Any] = []

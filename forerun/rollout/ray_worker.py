@@ -63,10 +63,6 @@ class RayWorker:
 
     Attributes:
         process: the actor's host and process id.
-
-    Raises:
-        UsageError: `make_engine` raised one.
-        ForerunError: the engine was not made, or not in time.
     """
 
     def __init__(
@@ -74,24 +70,29 @@ class RayWorker:
     ) -> None:
         self.name = name
         self.capacity = settings.capacity
+        self.dtype: torch.dtype | None = None
         self.process = ("a machine of the cluster", 0)
         self._ray = ray
         self._settings = settings
         self._lost: str | None = None
         options = {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus, "max_restarts": 0}
         self._actor = ray.remote(_EngineActor).options(**options).remote()
+        self._starting = self._actor.start.remote(make_engine, settings.capacity, name)
+
+    def wait_until_ready(self) -> None:
+        """For the engine; before anything else is asked.
+
+        Raises:
+            UsageError: `make_engine` raised one.
+            ForerunError: the engine was not made, or not in time.
+        """
+        settings = self._settings
         try:
-            self.dtype: torch.dtype | None
-            self.dtype, self.process = self._ask(
-                "start", make_engine, settings.capacity, name, timeout_s=settings.start_timeout_s
-            )
+            self.dtype, self.process = self._answer("start", self._starting, settings.start_timeout_s)
         except WorkerLostError as error:
             raise ForerunError(
                 f"{error}; it asks Ray for {settings.num_cpus:g} CPU and {settings.num_gpus:g} GPU"
             ) from None
-        except BaseException:
-            self._lose("it did not start")
-            raise
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See `RolloutWorker.submit`."""
@@ -126,8 +127,8 @@ class RayWorker:
         return self._ask("speculation_totals")
 
     def close(self) -> None:
-        """See `RolloutWorker.close`."""
-        if self._lost is None:
+        """See `RolloutWorker.close`. One that is not ready is ended as it is."""
+        if self._lost is None and self.process[1]:
             with suppress(ForerunError):
                 self._ask("close")
         self._lose("it was closed")
@@ -141,9 +142,12 @@ class RayWorker:
         if self._lost is not None:
             raise WorkerLostError(f"rollout worker {self.name}: {self._lost}")
         timeout_s = self._settings.timeout_s if timeout_s is None else timeout_s
+        return self._answer(method, getattr(self._actor, method).remote(*arguments), timeout_s)
+
+    def _answer(self, method: str, reference: Any, timeout_s: float) -> Any:
         errors = self._ray.exceptions
         try:
-            failure, value = self._ray.get(getattr(self._actor, method).remote(*arguments), timeout=timeout_s)
+            failure, value = self._ray.get(reference, timeout=timeout_s)
         except errors.GetTimeoutError:
             self._lose(f"no answer to {method} within {timeout_s:g} s")
         except errors.RayActorError:
@@ -165,17 +169,37 @@ class RayWorker:
             self._ray.kill(self._actor)  # nothing remains of one that hangs, either
 
 
-def _answer(method: Callable[..., Any]) -> Callable[..., tuple[ForerunError | None, Any]]:
+def start_workers(
+    ray: Any, make_engine: Callable[[], RolloutEngine], settings: RayWorkerSettings, names: Sequence[str]
+) -> list[RayWorker]:
+    """Workers of these names, ready; they start side by side.
+
+    Raises:
+        UsageError: see `RayWorker.wait_until_ready`.
+        ForerunError: likewise; none is left then.
+    """
+    workers = [RayWorker(ray, make_engine, settings, name) for name in names]
+    try:
+        for worker in workers:
+            worker.wait_until_ready()
+    except BaseException:
+        for worker in workers:
+            worker.close()
+        raise
+    return workers
+
+
+def _replying(method: Callable[..., Any]) -> Callable[..., tuple[ForerunError | None, Any]]:
     """What the method raises, or returns: Ray would wrap an exception, and print it."""
 
     @functools.wraps(method)
-    def answer(*arguments: Any) -> tuple[ForerunError | None, Any]:
+    def reply(*arguments: Any) -> tuple[ForerunError | None, Any]:
         try:
             return None, method(*arguments)
         except ForerunError as error:
             return error, None
 
-    return answer
+    return reply
 
 
 class _EngineActor:
@@ -183,7 +207,7 @@ class _EngineActor:
 
     _worker: LocalWorker
 
-    @_answer
+    @_replying
     def start(
         self, make_engine: Callable[[], RolloutEngine], capacity: int, name: str
     ) -> tuple[torch.dtype | None, tuple[str, int]]:
@@ -191,25 +215,25 @@ class _EngineActor:
         self._parts: list[Named] = []
         return self._worker.dtype, (socket.gethostname(), os.getpid())
 
-    @_answer
+    @_replying
     def submit(self, requests: list[Request]) -> None:
         self._worker.submit(requests)
 
-    @_answer
+    @_replying
     def collect(self, timeout_s: float) -> list[Completion]:
         return self._worker.collect(timeout_s)
 
-    @_answer
+    @_replying
     def abort(self, request_ids: list[str]) -> None:
         self._worker.abort(request_ids)
 
-    @_answer
+    @_replying
     def begin_update(self) -> None:
         engine = self._worker.engine
         with self._worker.at_rest():
             self._update = engine.begin_update() if isinstance(engine, NativeEngine) else None
 
-    @_answer
+    @_replying
     def add_weights(self, bucket: list[_Stored]) -> None:
         tensors = [_tensor(*stored) for stored in bucket]
         if self._update is not None:
@@ -217,7 +241,7 @@ class _EngineActor:
         else:  # an engine outside, which takes all at once: they stay in the object store until then
             self._parts += tensors
 
-    @_answer
+    @_replying
     def end_update(self, version: int) -> None:
         engine = self._worker.engine
         if isinstance(engine, NativeEngine):
@@ -226,15 +250,15 @@ class _EngineActor:
             parts, self._parts = self._parts, []
             self._worker.update_weights(parts, version)
 
-    @_answer
+    @_replying
     def drafter_digest(self) -> str | None:
         return self._worker.drafter_digest()
 
-    @_answer
+    @_replying
     def speculation_totals(self) -> SpeculationTotals | None:
         return self._worker.speculation_totals()
 
-    @_answer
+    @_replying
     def close(self) -> None:
         self._worker.close()
 
