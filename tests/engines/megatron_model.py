@@ -3,7 +3,8 @@
 FOLDER holds checkpoints CASE/, settings.json (layout -> sizes and cases) and rows.safetensors. Each layout's processes
 are forked, so that megatron-core is imported once. They leave, per layout and case, a folder LAYOUT-CASE with what
 `file_weights` gave on the last rank (model.safetensors), what `named_weights` gave on the first (named.safetensors),
-and where no pipeline divides the model the logits of trunk and depths (logits.safetensors).
+and where no pipeline divides the model the logits of trunk and depths (logits.safetensors) and the gradients of their
+weighted sum (gradients.safetensors).
 """
 
 from __future__ import annotations
@@ -33,20 +34,34 @@ from forerun.engines.megatron.layout import ParallelLayout  # noqa: E402
 from forerun.engines.megatron.model import build_model  # noqa: E402
 from forerun.engines.megatron.weights import file_weights, load_weights, named_weights  # noqa: E402
 from forerun.mtp.config import MTPConfig  # noqa: E402
+from tests.engines.megatron_checkpoints import weigh  # noqa: E402
 
 
-def logits(chunk: Any, input_ids: Tensor) -> dict[str, Tensor]:
+def logits(chunk: Any, input_ids: Tensor) -> dict[int, Tensor]:
     """depth -> [B, S, V] from megatron-core's own forward, which computes those of the MTP depths for its loss only."""
     found: list[Tensor] = []
     # A copy: the cross-entropy works in its place.
-    chunk.output_layer.register_forward_hook(lambda _, __, out: found.append(out[0].detach().clone()))
+    hook = chunk.output_layer.register_forward_hook(lambda _, __, out: found.append(out[0].clone()))
     length = input_ids.shape[1]
     mask = torch.ones(length, length, dtype=torch.bool).triu(1).expand(len(input_ids), 1, -1, -1)
     positions = torch.arange(length).expand_as(input_ids)
     chunk.eval()(input_ids, positions, mask, labels=input_ids, loss_mask=torch.ones(input_ids.shape))
+    hook.remove()
     *depths, trunk = (gather_from_tensor_model_parallel_region(x).transpose(0, 1) for x in found)
-    vocabulary = chunk.blueprint.vocab_size
-    return {str(k): x[..., :vocabulary].contiguous() for k, x in enumerate((trunk, *depths))}
+    return {depth: x[..., : chunk.blueprint.vocab_size] for depth, x in enumerate((trunk, *depths))}
+
+
+@torch.no_grad()
+def gradients(chunk: Any) -> dict[str, Tensor]:
+    """Under Hugging Face names, after a backward pass: the way that weights take."""
+    group, experts = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_model_parallel_group()
+    for name, parameter in chunk.named_parameters():
+        assert parameter.grad is not None, name
+        if getattr(parameter, "sequence_parallel", False):  # as finalize_model_grads does
+            dist.all_reduce(parameter.grad, group=group)
+        # All ranks had the same rows, and experts got them from every one.
+        parameter.copy_(parameter.grad / (experts.size() if ".experts." in name else 1))
+    return {name: tensor.clone() for name, tensor in named_weights([chunk])}
 
 
 def work(folder: Path, name: str, settings: dict[str, Any]) -> None:
@@ -60,10 +75,11 @@ def work(folder: Path, name: str, settings: dict[str, Any]) -> None:
     )
     random.model_parallel_cuda_manual_seed(1)
     rows = load_file(folder / "rows.safetensors")["input_ids"]
+    mtp = MTPConfig(enable=True, mtp_loss_scaling_factor=0.0)  # the test's own sum is all that has a gradient
     for case in settings["cases"]:
         reader = CheckpointReader(folder / case)
         dtype = getattr(torch, str(reader.config.get("dtype") or "float32"))
-        chunks = build_model(reader.config, MTPConfig(enable=True), layout, dtype=dtype)
+        chunks = build_model(reader.config, mtp, layout, dtype=dtype)
         with torch.no_grad():
             for chunk in chunks:
                 for parameter in chunk.parameters():
@@ -78,15 +94,18 @@ def work(folder: Path, name: str, settings: dict[str, Any]) -> None:
         if rank == 0:
             save_file({key: tensor.contiguous() for key, tensor in named.items()}, out / "named.safetensors")
         # Through another engine's names, experts stacked.
-        again = build_model(reader.config, MTPConfig(enable=True), layout, dtype=dtype)
+        again = build_model(reader.config, mtp, layout, dtype=dtype)
         load_weights(again, named.items())
         for ours, theirs in zip(chunks, again, strict=True):
             for (key, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
                 assert not isinstance(a, Tensor) or torch.equal(a, b), key
         if layout.pipeline_model_parallel_size == 1 and dtype == torch.float32:
             found = logits(chunks[0], rows)
+            sum(weigh(depth, x) for depth, x in found.items()).backward()
+            grads = gradients(chunks[0])
             if rank == 0:
-                save_file(found, out / "logits.safetensors")
+                save_file({str(k): x.detach().contiguous() for k, x in found.items()}, out / "logits.safetensors")
+                save_file({name: x.contiguous() for name, x in grads.items()}, out / "gradients.safetensors")
 
 
 def process(rank: int, size: int, folder: Path, name: str, settings: dict[str, Any]) -> None:

@@ -188,10 +188,10 @@ def _parallel_settings(
                 f"config.json has {key}={config[key]}, which tensor_model_parallel_size="
                 f"{layout.tensor_model_parallel_size} does not divide: choose one that does"
             )
-    if trunk.experts and layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
+    if (trunk.experts or trunk.latent) and layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
         raise UsageError(
-            "megatron-core trains experts under tensor parallelism only with sequence parallelism: set "
-            "sequence_parallel=true"
+            "megatron-core trains experts and latent attention under tensor parallelism only with sequence "
+            "parallelism: set sequence_parallel=true"
         )
     stages: list[list[str]] | None = None
     if len(set(sizes)) > 1:  # megatron-core divides only evenly by itself

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -41,50 +39,26 @@ class LatentAttention(MLASelfAttention):
         return {name: getattr(submodules, name) for name in names}
 
 
-class _SumGradients(torch.autograd.Function):
-    """The tensor itself; in backward the sum over ranks. (Megatron-core's skips gradients that are not contiguous.)"""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
 class LatentDownProjection(ColumnParallelLinear):
-    """The projection to the latents of keys and values and to the keys' rotary part, whole on every rank.
+    """The projection to the latents of keys and values and to the keys' rotary part, under sequence parallelism.
 
-    Megatron-core splits it over tensor-parallel ranks, and then gives the rotary part, which all heads share, the
-    gradient of a rank's own heads only. With a whole output its layer takes the path of an unsplit projection.
-
-    Attributes:
-        latent_size: the latents' part of the output; the rotary part follows.
+    Megatron-core gathers its output over tensor-parallel ranks, and then gives the rotary part, which all heads share,
+    the gradient of a rank's own heads only. Given an output as an undivided projection has it, whole for a rank's share
+    of the positions, its layer gathers the rotary part by a function that sums gradients on the way back.
     """
-
-    latent_size: int
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         out, bias = super().forward(*args, **kwargs)
         whole = gather_from_tensor_model_parallel_region(out, group=self.tp_group)
-        if self.sequence_parallel:
-            # The layer gathers the rotary part itself, and sums its gradient on the way back.
-            return scatter_to_sequence_parallel_region(whole, group=self.tp_group), bias
-        latent, rotary = whole.split([self.latent_size, whole.shape[-1] - self.latent_size], dim=-1)
-        return torch.cat([latent, _SumGradients.apply(rotary, self.tp_group)], dim=-1), bias
+        return scatter_to_sequence_parallel_region(whole, group=self.tp_group), bias
 
 
 def mend_latent_attention(model: nn.Module) -> None:
-    """Change the layers of a built chunk that hold a split projection to latents, in place."""
+    """Change the layers of a built chunk that hold a divided projection to latents, in place."""
     for module in model.modules():
-        down: Any = getattr(module, "linear_kv_down_proj", None)
-        if type(down) is ColumnParallelLinear and down.tp_group.size() > 1:
+        down = getattr(module, "linear_kv_down_proj", None)
+        if type(down) is ColumnParallelLinear and down.sequence_parallel:
             down.__class__ = LatentDownProjection
-            down.latent_size = down.config.kv_lora_rank
 
 
 def read_before_norm(reader: nn.Module, norm: Any, *, isolated: bool) -> None:
