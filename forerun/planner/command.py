@@ -13,23 +13,13 @@ from forerun.planner.cost import Deployment, Roofline, StepCost
 from forerun.planner.hardware import BYTES, DEVICES, Hardware, Precision, find
 from forerun.planner.plan import Plan, make_plan
 from forerun.planner.serving_memory import USABLE, Serving, serving
+from forerun.planner.prompts import PROMPTS
 from forerun.planner.shape import ModelShape, load_shape
 from forerun.planner.timeline import Span, parse
 
 _DEFAULT_DEPTH = 3
 _MOST_CALIBRATED_ROWS = 64
 _SHOWN_BATCHES = 12
-# Prompts to calibrate on where no text is given: answers to them have the acceptance of everyday assistant text.
-_PROMPTS = (
-    "Natalia sold clips to 48 of her friends in April, and then half as many in May. How many did she sell in all?",
-    "Write a short poem about the sea.",
-    "What is the capital of France, and what is it known for?",
-    "A train runs 60 km in 45 minutes. How fast is it in km/h? Explain step by step.",
-    "List five uses of a paper clip.",
-    "Explain photosynthesis to a child.",
-    "If x + 3 = 11, what is 2x - 5?",
-    "Describe how to make a cup of tea.",
-)
 
 
 @dataclass(frozen=True)
@@ -157,7 +147,7 @@ def _calibrate(options: PlanOptions, timeline: list[Span]) -> tuple[StepCost, li
     if not isinstance(model, MTPCarrier):
         raise UsageError(f"{options.model} carries no MTP block to draft with: plan with --hardware and --acceptance")
     tokenizer = load_tokenizer(options.model)
-    prompts = list(_PROMPTS)
+    prompts = list(PROMPTS)
     if options.text is not None:
         prompts = [line for line in read_text(options.text).splitlines() if line.strip()]
     sampling = SamplingParams(temperature=options.temperature, seed=0)

@@ -33,7 +33,9 @@ class LayerShape:
         split_cache: ways in which tensor parallelism can divide the cache.
         window: tokens that attention looks back at most; None is all.
         state: values of a recurrent state per row.
-        attention_flops: operations per (token, token it attends to).
+        attention_flops: operations per (token, token it attends to), over the cache as it is.
+        expanded_flops: the same with every head's keys and values made, as training does it (latent attention decodes
+            without making them).
         state_flops: operations of the recurrence per token.
         kernels: kernels launched.
         normed: values of a token that go through the layer's norms.
@@ -54,6 +56,7 @@ class LayerShape:
     window: int | None = None
     state: int = 0
     attention_flops: int = 0
+    expanded_flops: int = 0
     state_flops: int = 0
     kernels: int = 0
     normed: int = 0
@@ -202,6 +205,7 @@ def _attention(text: Mapping[str, Any], kind: str, name: str) -> dict[str, Any]:
             "weights": weights,
             "cached": rank + rope,
             "attention_flops": flops,
+            "expanded_flops": 2 * heads * (nope + rope + value),
             "kernels": _LATENT,
             "normed": q_rank + rank,
             "saved": q_rank + rope + heads * (nope + value + 2 * (nope + rope) + value),
@@ -220,7 +224,8 @@ def _attention(text: Mapping[str, Any], kind: str, name: str) -> dict[str, Any]:
         "cached": 2 * kv_heads * size,
         "split_cache": kv_heads,
         "window": window,
-        "attention_flops": 4 * heads * size,
+        "attention_flops": 4 * query,
+        "expanded_flops": 4 * query,
         "kernels": _ATTENTION,
         "normed": normed,
         # What rotary embedding takes is not kept: those of the norms' results are.

@@ -50,15 +50,13 @@ def traffic(run: TrainingRun) -> list[Traffic]:
     return [kind for kind in found if kind.bytes]
 
 
-def flops(run: TrainingRun, trunk: bool = True, mtp: bool = True) -> float:
+def flops(run: TrainingRun, mtp: bool = True) -> float:
     """Operations of an optimizer step over all ranks: forward once, backward twice, recompute once more."""
     tokens = run.rows * run.row_length * run.micro_batches
     passes = (3.0 if run.train_trunk else 1.0) + (1.0 if run.recompute and run.train_trunk else 0.0)
-    total = 0.0
-    if trunk:
-        layers = sum(_forward(layer, run.row_length) for layer in run.shape.layers)
-        total += passes * tokens * layers
-        total += (4.0 if run.train_trunk else 0.0) * tokens * 2 * run.shape.head  # its logits are made twice
+    total = passes * tokens * sum(_forward(layer, run.row_length) for layer in run.shape.layers)
+    if run.train_trunk:
+        total += 4.0 * tokens * 2 * run.shape.head  # its logits are made twice
     if mtp and run.train_mtp:
         depth_passes = 4.0 if run.recompute else 3.0
         head = (3.0 + run.soft) * 2 * run.shape.head
@@ -66,10 +64,18 @@ def flops(run: TrainingRun, trunk: bool = True, mtp: bool = True) -> float:
     return total
 
 
+def arithmetic_seconds(run: TrainingRun, hardware: Hardware, mtp: bool = True) -> float:
+    """Of an optimizer step, at `ARITHMETIC_SHARE` of the device's; a pipeline's filling and emptying included."""
+    layout = run.layout
+    of_one = flops(run, mtp=mtp) / run.micro_batches / (layout.tensor * layout.pipeline * layout.context)
+    speed = hardware.peak("bfloat16" if run.compute_bytes < _FLOAT32 else "float32") * ARITHMETIC_SHARE
+    return (run.rounds + layout.pipeline - 1) * of_one / speed
+
+
 def _forward(layer: LayerShape, row_length: int) -> float:
     """Operations of a layer for one token, of a causal row."""
     seen = min(row_length / 2, layer.window or row_length)
-    return 2 * layer.active + seen * layer.attention_flops + layer.state_flops
+    return 2 * layer.active + seen * layer.expanded_flops + layer.state_flops
 
 
 def _fsdp(run: TrainingRun) -> list[Traffic]:
@@ -100,9 +106,10 @@ def _fsdp(run: TrainingRun) -> list[Traffic]:
 def _megatron(run: TrainingRun) -> list[Traffic]:
     layout, shape = run.layout, run.shape
     rounds, hidden = run.rounds, run.tokens * shape.hidden * run.compute_bytes
-    sizes = stage_sizes(len(shape.layers), layout.pipeline)
-    # The first stage has most layers; the last one bears the MTP layers.
-    stages = [list(shape.layers[: sizes[0]]), list(shape.layers[len(shape.layers) - sizes[-1] :])]
+    stages, start = [], 0
+    for size in stage_sizes(len(shape.layers), layout.pipeline):
+        stages.append(list(shape.layers[start : start + size]))
+        start += size
     stages[-1] += [shape.drafter] * (run.chained if run.train_mtp else 0)
     layers = max(stages, key=lambda stage: sum(layer.parameters for layer in stage))
     found = []
@@ -124,8 +131,10 @@ def _megatron(run: TrainingRun) -> list[Traffic]:
         # Tokens to their experts and back, forward and backward; a token goes to each rank that it needs.
         used = sum(layer.experts_per_token for layer in layers if layer.experts)
         trips = 4 + (2 if run.recompute else 0)
-        moved = rounds * trips * used * (expert - 1) / expert * hidden
-        found.append(Traffic("experts", moved, expert, expert * tensor))
+        moved = rounds * trips * used * hidden / (tensor if layout.sequence else 1)
+        found.append(Traffic("experts", moved * (expert - 1) / expert, expert, expert * tensor))
+        # An expert's own tensor-parallel ranks each take all of its tokens.
+        found.append(Traffic("experts' inputs", moved * (tensor - 1), tensor, tensor))
     if layout.pipeline > 1:
         found.append(Traffic("pipeline", rounds * 2 * hidden / (tensor if layout.sequence else 1), 2, layout.ranks))
     dense = experts = 0.0

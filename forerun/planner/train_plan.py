@@ -10,7 +10,7 @@ from forerun.planner.hardware import Hardware
 from forerun.planner.megatron_memory import megatron_peaks
 from forerun.planner.memory import Peak, static_parts, torch_peaks
 from forerun.planner.serving_memory import USABLE
-from forerun.planner.traffic import ARITHMETIC_SHARE, Traffic, flops, traffic
+from forerun.planner.traffic import Traffic, arithmetic_seconds, traffic
 from forerun.planner.training import TrainingRun
 
 GIB = 2**30
@@ -45,12 +45,8 @@ class TrainPlan:
         return None if self.hardware is None else self.peak <= USABLE * self.hardware.memory
 
     def compute_seconds(self, mtp: bool = True) -> float | None:
-        """Arithmetic of an optimizer step at `ARITHMETIC_SHARE` of the device's; None where none is named."""
-        if self.hardware is None:
-            return None
-        run = self.job.run
-        speed = self.hardware.peak("bfloat16" if run.compute_bytes < 4 else "float32") * ARITHMETIC_SHARE
-        return flops(run, mtp=mtp) / run.layout.ranks / speed
+        """Arithmetic of an optimizer step; None where no device is named."""
+        return None if self.hardware is None else arithmetic_seconds(self.job.run, self.hardware, mtp)
 
     def sentence(self) -> str:
         """Whether it fits, or what to change."""
