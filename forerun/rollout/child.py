@@ -80,7 +80,7 @@ class ChildProcess:
         self.ends_within(_STOP_S)
 
     def last_error(self) -> str:
-        """The last line of its output that names an error; else the signal that ended it, or the last line of all."""
+        """The signal that ended it, and the last line of its output that names an error; else the last line of all."""
         if self._log.closed:
             return "it was closed"
         lines = [line for line in self._printed(200_000).decode(errors="replace").splitlines() if line.strip()]
@@ -92,8 +92,8 @@ class ChildProcess:
         # "Engine core initialization failed. See root cause above." says nothing itself.
         errors = [line for line in errors if "root cause" not in line] or errors
         code = self._process.poll()
-        if not errors and code is not None and code < 0:
-            errors = [f"it was killed by signal {-code}"]
+        if code is not None and code < 0:  # errors before that need not have to do with it
+            errors = [f"it was killed by signal {-code}" + (f" (its last error: {errors[-1]})" if errors else "")]
         return " ".join((errors or lines or [f"exit code {code}"])[-1].split())
 
     def keep_log(self) -> Path:

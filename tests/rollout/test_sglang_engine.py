@@ -18,6 +18,7 @@ from forerun.models.carrier import MTPCarrier, mtp_weight_names, named_weights
 from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
 from forerun.rollout.sglang.engine import SGLangEngine
+from forerun.rollout.sglang.transport import InRequest
 from forerun.rollout.sync import digest
 from tests.rollout import tiny
 from tests.rollout.sglang_server import SGLangServer, serving
@@ -449,6 +450,28 @@ def test_an_older_server_without_sessions(checkpoint: Path) -> None:
         with pytest.raises(ForerunError, match="leaves the draft worker's weights as they are"):
             engine.update_weights(named_weights(model), version=3)
         assert_same(engine.generate(asked), before)
+
+
+def test_after_an_interrupted_update_only_a_whole_one_helps(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = changed(), tiny.requests(tiny.prompts(3), max_tokens=8, temperature=0)
+    send, sent = InRequest.send, 0
+
+    def interrupted(*arguments: Any) -> None:
+        nonlocal sent
+        sent += 1
+        if sent == 2:
+            raise KeyboardInterrupt
+        send(*arguments)
+
+    with served(checkpoint, engine={"bucket_bytes": 10_000}) as (_, engine):
+        with monkeypatch.context() as patch:
+            patch.setattr(InRequest, "send", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.update_weights(named_weights(model), version=4)
+        with pytest.raises(ForerunError, match="holds half of an update"):
+            engine.generate(asked)
+        engine.update_weights(named_weights(model), version=5)
+        assert {version for c in engine.generate(asked) for version in c.weight_versions} == {5}
 
 
 def test_a_bucket_that_the_server_does_not_receive_is_given_up(checkpoint: Path) -> None:

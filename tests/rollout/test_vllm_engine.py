@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from safetensors.torch import save_file
 import forerun
 from forerun.errors import ForerunError, UsageError
 from forerun.models.carrier import MTPCarrier, mtp_weight_names, named_weights
-from forerun.rollout.protocol import Completion, Request, SamplingParams
+from forerun.rollout.protocol import Completion, Request, SamplingParams, SpeculationTotals
 from forerun.rollout.scoring import score_texts
 from forerun.rollout.sync import digest
 from forerun.rollout.vllm import LaunchSettings, VLLMEngine, buckets
@@ -242,6 +243,37 @@ def test_what_a_callback_does_leaves_the_engine_usable(engine: VLLMEngine) -> No
     assert [completion.token_ids for completion in engine.generate(requests)] == whole
 
 
+def test_an_interrupted_update_leaves_no_answer_on_the_line(engine: VLLMEngine, model: MTPCarrier) -> None:
+    requests = asked(SamplingParams(temperature=0, max_tokens=6))
+    engine.update_weights(named_weights(model), 20)
+    whole = [completion.token_ids for completion in engine.generate(requests)]
+    for delay in (0.02, 0.05, 0.11, 0.17):
+        ctrl_c = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c.start()
+            while True:
+                engine.update_weights(named_weights(model), 21)
+        ctrl_c.join()
+        engine.update_weights(named_weights(model), 22)
+        assert engine.drafter_digest() == trainers_digest(model)
+        assert [completion.token_ids for completion in engine.generate(requests)] == whole
+
+
+def test_calls_from_several_threads_get_their_own_answers(engine: VLLMEngine) -> None:
+    kinds: set[tuple[type, type]] = set()
+
+    def ask() -> None:
+        for _ in range(10):
+            kinds.add((type(engine.drafter_digest()), type(engine.speculation_totals())))
+
+    callers = [threading.Thread(target=ask) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert kinds == {(str, SpeculationTotals)}
+
+
 def test_the_end_of_vllm_is_an_error_and_close_leaves_nothing(engine: VLLMEngine) -> None:
     """Last: it ends the engine."""
     child = engine._connection.process.pid  # type: ignore[attr-defined]
@@ -251,7 +283,8 @@ def test_the_end_of_vllm_is_an_error_and_close_leaves_nothing(engine: VLLMEngine
 
     requests = [
         Request("short", [3], SamplingParams(max_tokens=1)),
-        Request("long", [5], SamplingParams(max_tokens=99)),
+        # More than can have been written by the time that the first one is heard of.
+        *(Request(f"long {i}", [5], SamplingParams(max_tokens=99)) for i in range(60)),
     ]
     with pytest.raises(ForerunError, match="has ended: it was killed by signal 9") as caught:
         engine.generate(requests, on_finish=kill)

@@ -38,6 +38,7 @@ from forerun.rollout.sync import Named, digest
 Way = Literal["request", "nccl", "gloo"]
 BUCKET_BYTES = 256 * 2**20
 _IDLE_S = 30.0
+_HALF = "holds half of an update"
 _POLL_S = 0.02
 
 
@@ -246,22 +247,26 @@ class SGLangEngine:
                 self._released_weights = False
             if self._transport is None:
                 self._transport = self._open_transport()
-            send_update(
-                self.client,
-                self._transport,
-                stored,
-                version,
-                drafts=self.facts.drafts,
-                bucket_bytes=self._bucket_bytes,
-            )
+            before, self._unusable = self._unusable, _HALF  # whatever ends this call
+            try:
+                send_update(
+                    self.client,
+                    self._transport,
+                    stored,
+                    version,
+                    drafts=self.facts.drafts,
+                    bucket_bytes=self._bucket_bytes,
+                )
+            except BrokeOff as error:
+                raise ForerunError(
+                    f"weight update {version} broke off, and the SGLang server stays paused until a whole one: {error}"
+                ) from None
+            except ForerunError:
+                self._unusable = before  # nothing was sent
+                raise
             self._unusable = None
             self.weight_version = version
             self._remember_drafter(given, stored)
-        except BrokeOff as error:
-            self._unusable = "holds half of an update"
-            raise ForerunError(
-                f"weight update {version} broke off, and the SGLang server stays paused until a whole one: {error}"
-            ) from None
         finally:
             self._busy.release()
 

@@ -234,6 +234,9 @@ class VLLMEngine:
                 self._abandon_update()
                 line = " ".join(str(error).split())
                 raise ForerunError(f"weight update {version} broke off, send it again: {line}") from error
+            except BaseException:  # interrupted
+                self._abandon_update()
+                raise
             self._whole, self._biased = True, plan.biased
             self.weight_version = version
             if not self._connection.reset_prefix_cache():

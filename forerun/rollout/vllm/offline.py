@@ -49,6 +49,8 @@ class OfflineConnection:
                 raise
         self._lines = self._socket.makefile("r", encoding="utf-8")
         self._sending = threading.Lock()
+        self._calling = threading.Lock()  # answers come in the order of the calls: one call at a time
+        self._number = 0
         self._joining = threading.Lock()
         # Of the `generate` that runs and of what was added to it: ids, and messages that have no last answer yet.
         self._names: list[str] = []
@@ -74,14 +76,20 @@ class OfflineConnection:
         except OSError:
             raise self._gone() from None
 
-    def _receive(self) -> dict[str, Any]:
-        try:
-            line = self._lines.readline()
-        except OSError:
-            line = ""
-        if not line:
-            raise self._gone()
-        answer = json.loads(line)
+    def _receive(self, number: int | None = None) -> dict[str, Any]:
+        """The next answer to the call of this number, to `generate` or to `add`; those to calls that were interrupted
+        are passed over.
+        """
+        while True:
+            try:
+                line = self._lines.readline()
+            except OSError:
+                line = ""
+            if not line:
+                raise self._gone()
+            answer = json.loads(line)
+            if answer.get("number") == number:
+                break
         if "error" in answer:
             raise _Ended(f"vLLM: {answer['error']}")
         return answer
@@ -93,10 +101,16 @@ class OfflineConnection:
     def _call(self, name: str, *arguments: Any) -> Any:
         if self._open:
             raise ForerunError(f"vLLM is generating: {name} has to wait until generate has returned")
-        self._send({"call": name, "arguments": arguments})
-        return self._receive()["value"]
+        with self._calling:
+            self._number += 1
+            self._send({"call": name, "arguments": arguments, "number": self._number})
+            return self._receive(self._number)["value"]
 
     def generate(self, requests: Sequence[Asked], on_finish: Callable[[Finished], None]) -> None:
+        with self._calling:
+            self._generate(requests, on_finish)
+
+    def _generate(self, requests: Sequence[Asked], on_finish: Callable[[Finished], None]) -> None:
         self._names, self._open = [], 1
         self._ask("generate", requests)
         refused: str | None = None

@@ -40,7 +40,7 @@ class Offline:
             call = self.inbox.get()
             method = getattr(self, f"call_{call['call']}")
             if (answer := method(*call["arguments"])) is not None:
-                self.send(answer)
+                self.send({**answer, "number": call.get("number")})
 
     def call_worker(self, method: str, *arguments: Any) -> dict[str, Any]:
         answers = self.engine.collective_rpc(method, args=arguments)

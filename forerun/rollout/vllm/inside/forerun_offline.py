@@ -1,7 +1,8 @@
 """Runs in vLLM's environment: one engine, driven over the socket whose descriptor is the first argument.
 
 A message is a line of JSON. The first is {"engine": arguments}; the answer, once the engine is up, {"value": null}.
-Then come calls {"call": name, "arguments": [...]} with one answer each, {"value": ...} or {"error": one line}, except:
+Then come calls {"call": name, "arguments": [...], "number": n} with one answer each, {"value": ..., "number": n} or
+{"error": one line, "number": n}, except for these, which have no number:
 
 - {"call": "generate", "arguments": [requests]} is answered when all have ended; before that, each one that ends is sent
   as {"finished": ...}. A request that vLLM refuses is answered with {"refused": one line}, and none is run.
