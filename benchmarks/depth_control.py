@@ -22,20 +22,10 @@ from transformers import AutoTokenizer
 
 from forerun.models.carrier import MTPCarrier
 from forerun.models.loading import load
+from forerun.planner.prompts import PROMPTS
 from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import Request, SamplingParams
 from forerun.speculative.depth_control import AdaptiveDepth, DepthControl, FixedDepth
-
-PROMPTS = [
-    "Natalia sold clips to 48 of her friends in April, and then half as many in May. How many did she sell in all?",
-    "Write a short poem about the sea.",
-    "What is the capital of France, and what is it known for?",
-    "A train runs 60 km in 45 minutes. How fast is it in km/h? Explain step by step.",
-    "List five uses of a paper clip.",
-    "Explain photosynthesis to a child.",
-    "If x + 3 = 11, what is 2x - 5?",
-    "Describe how to make a cup of tea.",
-]
 
 
 class Watched:

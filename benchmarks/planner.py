@@ -32,21 +32,12 @@ from forerun.models.serving import export
 from forerun.planner.calibrate import Calibration, calibrate_by_calls, calibrate_native
 from forerun.planner.cost import StepCost
 from forerun.planner.plan import survival
+from forerun.planner.prompts import PROMPTS
 from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import Request, RolloutEngine, SamplingParams
 from forerun.rollout.vllm.engine import VLLMEngine
 from forerun.rollout.vllm.launch import LaunchSettings
 
-PROMPTS = [
-    "Natalia sold clips to 48 of her friends in April, and then half as many in May. How many did she sell in all?",
-    "Write a short poem about the sea.",
-    "What is the capital of France, and what is it known for?",
-    "A train runs 60 km in 45 minutes. How fast is it in km/h? Explain step by step.",
-    "List five uses of a paper clip.",
-    "Explain photosynthesis to a child.",
-    "If x + 3 = 11, what is 2x - 5?",
-    "Describe how to make a cup of tea.",
-]
 ALLOWED = 0.15
 REPLAYS = 20
 

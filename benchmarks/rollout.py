@@ -41,21 +41,12 @@ from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier
 from forerun.models.loading import load
 from forerun.models.serving import export
+from forerun.planner.prompts import PROMPTS
 from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import Request, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the tests know how to build vLLM's environment
 
-QUESTIONS = [
-    "Natalia sold clips to 48 of her friends in April, and then half as many in May. How many did she sell in all?",
-    "Write a short poem about the sea.",
-    "What is the capital of France, and what is it known for?",
-    "A train runs 60 km in 45 minutes. How fast is it in km/h? Explain step by step.",
-    "List five uses of a paper clip.",
-    "Explain photosynthesis to a child.",
-    "If x + 3 = 11, what is 2x - 5?",
-    "Describe how to make a cup of tea.",
-]
 MAX_LENGTH = 1024
 
 
@@ -129,7 +120,7 @@ def make_prompts(model: str, count: int) -> Prompts:
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = []
     for i in range(count):
-        message = {"role": "user", "content": f"{i + 1}. {QUESTIONS[i % len(QUESTIONS)]}"}
+        message = {"role": "user", "content": f"{i + 1}. {PROMPTS[i % len(PROMPTS)]}"}
         chat: Any = tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=True)
         prompts.append(list(chat["input_ids"]))
     return prompts

@@ -12,8 +12,8 @@ from forerun.errors import UsageError
 from forerun.planner.cost import Deployment, Roofline, StepCost
 from forerun.planner.hardware import BYTES, DEVICES, Hardware, Precision, find
 from forerun.planner.plan import Plan, make_plan
-from forerun.planner.serving_memory import USABLE, Serving, serving
 from forerun.planner.prompts import PROMPTS
+from forerun.planner.serving_memory import USABLE, Serving, serving
 from forerun.planner.shape import ModelShape, load_shape
 from forerun.planner.timeline import Span, parse
 
