@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ def process(rank: int, size: int, folder: Path, name: str, settings: dict[str, A
 
 
 def main(folder: Path) -> None:
+    (folder / "version").write_text(metadata.version("megatron-core"))
     for name, settings in json.loads((folder / "settings.json").read_text()).items():
         size = settings["ranks"]
         mp.start_processes(process, (size, folder, name, settings), nprocs=size, start_method="fork")

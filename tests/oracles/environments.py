@@ -50,10 +50,17 @@ def environment(name: str, say: Callable[[str], None] = print) -> Path:
             start = time.monotonic()
             _run([sys.executable, "-m", "venv", str(place)])
             pip = [str(interpreter), "-m", "pip", "install", "--quiet", "--retries", "1"]
-            _run([*pip, "--no-deps", "--requirement", str(requirements)])
+            # The file says what goes together, whatever a package declares.
+            _run([*pip, "--no-deps", "--ignore-requires-python", "--requirement", str(requirements)])
             marker.touch()
             say(f"built the oracle environment {name} in {time.monotonic() - start:.0f} s")
     return interpreter
+
+
+def packages(interpreter: Path) -> Path:
+    """Where an environment's packages lie."""
+    (place,) = (interpreter.parents[1] / "lib").glob("python*/site-packages")
+    return place
 
 
 @contextmanager

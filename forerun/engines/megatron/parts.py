@@ -56,7 +56,7 @@ class LatentDownProjection(ColumnParallelLinear):
 def mend_latent_attention(model: nn.Module) -> None:
     """Change the layers of a built chunk that hold a divided projection to latents, in place."""
     for module in model.modules():
-        down = getattr(module, "linear_kv_down_proj", None)
+        down: Any = getattr(module, "linear_kv_down_proj", None)
         if type(down) is ColumnParallelLinear and down.sequence_parallel:
             down.__class__ = LatentDownProjection
 
