@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import shutil
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,16 @@ from safetensors.torch import load_file
 
 import forerun
 from forerun.cluster import connected
-from forerun.config import DistributedConfig, SFTConfig
+from forerun.config import DistributedConfig, RLConfig, SFTConfig
 from forerun.config_file import load_config
 from forerun.errors import ForerunError, UsageError
 from forerun.launch.command import run
-from forerun.launch.failure import RankFailedError
-from forerun.launch.ray_ranks import start_ranks
+from forerun.launch.failure import RankFailedError, trace_lines
+from forerun.launch.ray_ranks import _Place, _Rank, _reported, start_ranks
+from forerun.rollout.protocol import Request
+from forerun.rollout.ray_worker import RayWorker
+from forerun.trainers.asynchronous.trainer import AsyncRLTrainer
+from forerun.trainers.ray_workers import ray_workers
 from forerun.trainers.sft import SFTTrainer
 from tests.kills.runs import write_run
 
@@ -39,7 +44,7 @@ TWO = DistributedConfig(nproc_per_node=2, timeout_s=60)
 def ray() -> Iterator[Any]:
     """One for all tests of this module; what is launched in this process joins it."""
     before = dict(os.environ)
-    with connected(None, cpus=2) as module:
+    with connected(None, cpus=4) as module:
         yield module
     os.environ.clear()
     os.environ |= before
@@ -118,10 +123,18 @@ def test_a_rank_that_is_killed_is_named_with_its_last_lines(ray: Any, capfd: pyt
     assert "[rank 1] about to end" in capfd.readouterr().err
 
 
-def test_what_a_rank_cannot_use_has_its_own_exit_code(ray: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RankFailedError, match=r"rank 0 .* UsageError: no such file: /nowhere\.jsonl$") as failed:
-        start_ranks(_refuse, DistributedConfig(timeout_s=60), wants_cuda=False)
-    assert failed.value.exit_code == 2 and "[rank" not in capfd.readouterr().err  # the line says it all
+def test_what_a_rank_cannot_use_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no traceback: the line says it all."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    raised = _Rank(0, 0, 1, os.getcwd()).work(_refuse, "127.0.0.1", 1)
+    assert raised is not None and raised.exit_code == 2
+    place = _Place("", "", "here", 17, Path())
+    report = _reported(0, 0, place, raised)
+    assert str(report) == (
+        "rank 0 (local rank 0, process 17) on here failed with exit code 2: UsageError: no such file: /nowhere.jsonl"
+    )
+    assert report.exit_code == 2 and trace_lines(raised.trace) == []
 
 
 def test_ranks_without_room_are_refused_in_time(ray: Any) -> None:
@@ -131,6 +144,56 @@ def test_ranks_without_room_are_refused_in_time(ray: Any) -> None:
     elsewhere = DistributedConfig(nproc_per_node=1, nnodes=2, timeout_s=1, ray_address="auto")
     with pytest.raises(ForerunError, match=r"for 1 CPU on each of 2 machines; it has \d+ CPU, 0 GPU on 1 in all"):
         start_ranks(_refuse, elsewhere, wants_cuda=False)
+
+
+ASYNC = ["launch=ray", "async_training.enable=true", "async_training.max_staleness=1", "rollout.deterministic=false"]
+
+
+def test_a_rollout_worker_that_is_killed_costs_no_response(ray: Any, tmp_path: Path) -> None:
+    """Each is trained on once: those that the dead one held are given to the other, and a third takes its place."""
+    more = ["async_training.num_workers=2", "rollout.max_response_length=48", "rollout.n=8"]
+    config = load_config(RLConfig, write_run("rl", tmp_path, 6), [*ASYNC, *more, f"trainer.output_dir={tmp_path}/run"])
+    workers, replace_worker = ray_workers(ray, config)
+    victim = workers[0]
+    assert isinstance(victim, RayWorker)
+    submit, held = victim.submit, []
+
+    def submit_and_die(requests: Sequence[Request]) -> None:
+        submit(requests)
+        held.extend(request.request_id for request in requests)
+        if made.rl_step == 1:
+            os.kill(victim.process[1], signal.SIGKILL)
+
+    made = AsyncRLTrainer(config, workers=workers, replace_worker=replace_worker)
+    victim.submit = submit_and_die  # type: ignore[method-assign]
+    trained: list[str] = []
+    try:
+        for _ in range(6):
+            metrics = made.turn(pause=False)
+            trained += [sample.completion.request_id for sample in made.samples]
+            assert metrics["staleness_max"] <= 1  # type: ignore[operator]
+    finally:
+        made.close()
+    wanted = {f"{step}-{place}-{response}" for step in range(6) for place in range(4) for response in range(8)}
+    assert len(trained) == len(wanted) and set(trained) == wanted
+    assert metrics["requests_reissued"] > 0 and set(held) <= wanted  # type: ignore[operator]
+    assert metrics["rollout_workers"] == 2 and metrics["drafter_in_sync"] == 1
+
+
+def test_an_asynchronous_run_is_launched(ray: Any, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run("rl", write_run("rl", tmp_path, 3), [*ASYNC, f"trainer.output_dir={out}"])
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["rollout_workers"] == 1 and line["drafter_in_sync"] == 1 for line in lines)
+    _wait(lambda: not [child for child in psutil.Process().children(recursive=True) if "_EngineActor" in _line(child)])
+
+
+def _line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def test_a_run_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
@@ -151,7 +214,7 @@ def test_a_run_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
         metrics = tmp_path / "run" / "metrics.jsonl"
         _wait(lambda: process.poll() is None and metrics.exists() and metrics.read_text().count("\n") > 1)
         started = psutil.Process(process.pid).children(recursive=True)
-        assert len([1 for child in started if "ray::_Rank" in " ".join(child.cmdline())]) == 2
+        assert len([1 for child in started if "ray::_Rank" in _line(child)]) == 2
         os.killpg(process.pid, signal.SIGINT)
         output, _ = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 130, output
