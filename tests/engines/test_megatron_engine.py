@@ -5,8 +5,9 @@ Both compute in float32, so they agree up to its rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import forerun
+from forerun.checkpoint.reader import CheckpointReader
+from forerun.config_algorithm import AlgorithmConfig
 from forerun.data.batch import Batch
 from forerun.data.packing import Document
 from forerun.engines.optimizer import OptimizerConfig
-from forerun.engines.protocol import TrainingEngine
+from forerun.engines.protocol import TrainingEngine, predicted_mask
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
+from forerun.errors import ForerunError
 from forerun.models.attach import attach
 from forerun.models.carrier import MTPCarrier, named_weights
 from forerun.mtp.config import MTPConfig
 from forerun.trainers.batching import make_rows, micro_batches
+from forerun.trainers.policy_objective import PolicyObjective
 from tests.families.tiny import tiny_trunk
 from tests.mtp.ranks import Ranks
 
@@ -76,7 +82,7 @@ def torch_engine(case: Case) -> TorchEngine:
     return TorchEngine(model(case), settings)
 
 
-def megatron_engine(case: Case) -> Any:
+def megatron_engine(case: Case, checkpoint: CheckpointReader | None = None) -> Any:
     from forerun.engines.megatron.engine import MegatronEngine, MegatronEngineConfig
     from forerun.engines.megatron.layout import ParallelLayout
     from forerun.engines.megatron.model import build_model
@@ -87,9 +93,13 @@ def megatron_engine(case: Case) -> Any:
     install()
     layout = ParallelLayout(**case.layout)
     initialise(layout, seed=1)
-    source = model(case)
-    chunks = build_model(source.config, mtp_config(case), layout, family=source.mtp_family, model_class=MTPModel)
-    load_weights(chunks, named_weights(source))
+    if checkpoint is None:
+        source = model(case)
+        chunks = build_model(source.config, mtp_config(case), layout, family=source.mtp_family, model_class=MTPModel)
+        load_weights(chunks, named_weights(source))
+    else:
+        chunks = build_model(checkpoint.config, mtp_config(case), layout, model_class=MTPModel)
+        load_weights(chunks, checkpoint)
     settings = MegatronEngineConfig(
         optimizer=OPTIMIZER,
         train_trunk=case.train_trunk,
@@ -97,7 +107,7 @@ def megatron_engine(case: Case) -> Any:
         recompute_granularity=case.recompute,
         use_distributed_optimizer=case.distributed,
     )
-    return MegatronEngine(chunks, mtp_config(case), settings)
+    return MegatronEngine(chunks, mtp_config(case), settings, checkpoint)
 
 
 _installed = False
@@ -241,4 +251,92 @@ def test_trains_as_the_torch_engine_does(name: str, request: pytest.FixtureReque
     if case.distributed:  # each rank has the sum of its own part of the gradients
         alone["gradients"] = {}
     for found in ranks.run(rank_train, [case] * size):
+        assert_close(found, alone)
+
+
+def advance(engine: TrainingEngine, steps: range) -> dict[str, Tensor]:
+    for step in steps:
+        batches = step_batches(step)
+        engine.forward_backward(batches, MeanLoss(batches))
+        engine.step()
+    return {name: tensor.detach().clone() for name, tensor in engine.named_weights()}
+
+
+def rank_saves(group: dist.ProcessGroup, argument: tuple[Case, Path, bool]) -> list[Any]:
+    """Weights after a run with a checkpoint on the way, of one that went on from it, and what is refused."""
+    case, place, wait = argument
+    source = CheckpointReader(place / "start")
+    whole = megatron_engine(case, source)
+    advance(whole, range(1))
+    whole.save(place / "checkpoint-1", {"place": 3}, wait)
+    end = advance(whole, range(1, 2))  # while the checkpoint is written, where nobody waits
+    whole.finish_saves()
+    whole.export(place / "end")
+    resumed = megatron_engine(case, source)
+    assert resumed.load(place / "checkpoint-1") == {"place": 3} and resumed.global_step == 1
+    again = advance(resumed, range(1, 2))
+    if not wait:
+        return [end, again]
+    other = megatron_engine(replace(case, layout=layout(pp=2)), source)
+    with pytest.raises(ForerunError, match=r"was written with layout=.*and this run has"):
+        other.load(place / "checkpoint-1")
+    return [end, again]
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["waiting", "beside the training"])
+def test_resumes_bit_by_bit_and_exports(wait: bool, two: Ranks, tmp_path: Path) -> None:
+    case = Case(distributed=True, layout=layout(tp=2, sp=True))
+    model(case).save_pretrained(tmp_path / "start")
+    for end, again in two.run(rank_saves, [(case, tmp_path, wait)] * 2):
+        assert end.keys() == again.keys()
+        for name in end:
+            assert torch.equal(end[name], again[name]), name
+    exported = dict(named_weights(forerun.load(tmp_path / "end", dtype=torch.float32)))
+    assert exported.keys() == end.keys()
+    for name in end:
+        assert torch.equal(exported[name], end[name]), name
+
+
+class Surrogate:
+    """GRPO's clipped objective, the mean over the step's tokens, against log-probabilities of the step before."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        algorithm = AlgorithmConfig(adv_estimator="grpo", loss_agg_mode="seq-mean-token-mean")
+        self.objective = PolicyObjective(batches, algorithm, 20)
+        self.batches = batches
+
+    def __call__(self, log_probs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return self.objective(log_probs, batch)
+
+
+def rl_batches(step: int) -> list[Batch]:
+    """Step batches with what an RL step carries, the same on every rank."""
+    batches = []
+    for number, batch in enumerate(step_batches(step)):
+        draw = torch.Generator().manual_seed(100 * step + number)
+        mask = predicted_mask(batch)
+        advantages = torch.randn(batch.input_ids.shape, generator=draw) * batch.loss_mask
+        sampled = -(torch.rand(batch.input_ids.shape, generator=draw) * 4 + 2) * mask
+        extras = {"advantages": advantages, "rollout_log_probs": sampled, "old_log_probs": sampled}
+        batches.append(replace(batch, extras=extras))
+    return batches
+
+
+def train_policy(engine: TrainingEngine) -> list[Any]:
+    shown: list[Any] = []
+    for step in range(2):
+        batches = rl_batches(step)
+        shown.append(engine.forward_backward(batches, Surrogate(batches), temperature=0.8) | engine.step())
+    return [*shown, {name: tensor.detach().clone() for name, tensor in engine.named_weights()}]
+
+
+def rank_train_policy(group: dist.ProcessGroup, case: Case) -> list[Any]:
+    return train_policy(megatron_engine(case))
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 2}, {"pp": 2}, {"tp": 2}, {}], ids=["CP2", "PP2", "TP2", "DP2"])
+def test_a_policy_gradient_step_is_the_torch_engines(sizes: dict[str, int], two: Ranks) -> None:
+    case = Case(isolated=True, layout=layout(**sizes))
+    alone = train_policy(torch_engine(case))
+    for found in two.run(rank_train_policy, [case] * 2):
         assert_close(found, alone)

@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 
 TIMEOUT_S = 60.0
 # What the ranks need and takes seconds to import: once, in the server that they are forked from.
-PRELOADED = ["forerun", "hypothesis", "transformers.models.llama.modeling_llama"]
+PRELOADED = ["forerun", "hypothesis", "transformers.models.llama.modeling_llama", "forerun.engines.megatron.engine"]
 
 Task = Callable[[dist.ProcessGroup, Any], Any]
 

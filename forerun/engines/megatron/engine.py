@@ -7,9 +7,11 @@ to every rank. A loss is summed over micro-batches and replicas, never averaged:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,20 +22,26 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from forerun.checkpoint.reader import CheckpointReader
+from forerun.checkpoint.shards import write_checkpoint
 from forerun.data.batch import Batch
+from forerun.engines.checkpoint_directory import STATE_FILE
 from forerun.engines.megatron.layout import ParallelLayout
 from forerun.engines.megatron.microbatch import MicroBatch, deal
 from forerun.engines.megatron.objective import MTPModel, Objective, Outcome
 from forerun.engines.megatron.optimizer import MegatronOptimizer
+from forerun.engines.megatron.saved_parts import part_randoms, part_tensors, read_document, read_part, write_part
 from forerun.engines.megatron.version import check_recompute
-from forerun.engines.megatron.weights import named_weights
+from forerun.engines.megatron.weights import file_weights, named_weights
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import LossFn, NonFiniteError, merge_metrics
 from forerun.engines.ranks import RankGroup
+from forerun.engines.saving import Saver, Tensors
 from forerun.errors import UsageError
 from forerun.mtp.config import MTPConfig
 from forerun.mtp.shift import depth_counts
 from forerun.mtp.stats import MTPStats
+from forerun.report.atomic import failures, write_text
 
 # (micro-batch, what the last stage found) -> (its part of the step's loss, what to tell the other ranks)
 Report = Callable[[MicroBatch, Outcome], tuple[Tensor, Any]]
@@ -65,6 +73,7 @@ class MegatronEngine:
         chunks: this rank's, one for each virtual pipeline stage, as `model.build_model` makes them, weights loaded.
         mtp: how the MTP block is trained; None where there is none.
         config: see `MegatronEngineConfig`.
+        source: the checkpoint that the weights came from; an export takes configuration and tokenizer from there.
 
     Raises:
         UsageError: what this engine cannot train, with the reason.
@@ -75,8 +84,10 @@ class MegatronEngine:
         chunks: Sequence[MTPModel],
         mtp: MTPConfig | None,
         config: MegatronEngineConfig | None = None,
+        source: CheckpointReader | None = None,
     ) -> None:
         self.config = config or MegatronEngineConfig()
+        self.source = source
         self.blueprint = chunks[0].blueprint
         self.layout = self.blueprint.layout
         self.mtp_config = mtp
@@ -112,6 +123,7 @@ class MegatronEngine:
             self.chunks, self.config.optimizer, self.config.use_distributed_optimizer, parts
         )
         self.global_step = 0
+        self._saver = Saver(self.ranks)
         self._drop_step = False
 
     # ---- one step
@@ -326,6 +338,65 @@ class MegatronEngine:
         """The MTP block's weights alone, under Hugging Face names."""
         family, depths, layers = self.blueprint.family, self.blueprint.depths, self.blueprint.shape.layers
         return ((name, tensor) for name, tensor in self.named_weights() if family.owns(name, depths, layers))
+
+    def export(self, directory: Path) -> None:
+        if self.source is None:
+            raise UsageError(
+                "the engine was not given the checkpoint that it started from, whose files an export needs"
+            )
+        weights = file_weights(self.models, self.source.tensor_names)
+        failure: Exception | None = None
+        if self.ranks.rank == 0:
+            try:
+                with failures(directory):
+                    write_checkpoint(directory, weights, self.source.config, self.source.path)
+            except Exception as error:
+                failure = error
+        for _ in weights:  # to the end, which every rank has to see
+            pass
+
+        def outcome() -> None:
+            if failure is not None:
+                raise failure
+
+        self.ranks.on_each(outcome)
+
+    # ---- state
+
+    def save(self, directory: Path, extra: Mapping[str, Any] | None = None, wait: bool = True) -> None:
+        randoms = part_randoms()
+        document = {
+            **self._divided(),
+            "global_step": self.global_step,
+            "schedule": {k: v for k, v in self.optimizer.schedule.state_dict().items() if k != "lr_lambdas"},
+            "extra": dict(extra or {}),
+        }
+
+        def write(unfinished: Path, tensors: Tensors, ranks: RankGroup) -> None:
+            ranks.on_each(lambda: write_part(unfinished, ranks.rank, tensors["part"], randoms))
+            ranks.on_first(lambda: write_text(unfinished / STATE_FILE, json.dumps(document, indent=1)))
+
+        self._saver.save(directory, {"part": part_tensors(self.models, self.optimizer)}, write, wait)
+
+    def finish_saves(self) -> None:
+        self._saver.finish()
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        self.finish_saves()
+        document = self.ranks.on_first(lambda: read_document(directory, self._divided()))
+        self.ranks.on_each(lambda: read_part(directory, self.ranks.rank, self.models, self.optimizer))
+        self.optimizer.schedule.load_state_dict({**document["schedule"], "lr_lambdas": [None]})
+        self.global_step = int(document["global_step"])
+        return document["extra"]
+
+    def _divided(self) -> dict[str, Any]:
+        """How the ranks divide weights and optimizer state."""
+        return {
+            "layout": asdict(self.layout),
+            "num_ranks": self.ranks.size,
+            "use_distributed_optimizer": self.config.use_distributed_optimizer,
+            "trained": list(self.optimizer.parts),
+        }
 
 
 def _check(config: MegatronEngineConfig, mtp: MTPConfig | None, train_mtp: bool, layout: ParallelLayout) -> None:

@@ -1,0 +1,125 @@
+"""What a rank writes into a checkpoint and reads back: its part of weights and optimizer state, as the layout cut them.
+
+So a checkpoint resumes in the layout that wrote it. Another layout, or another engine, starts from an export, whose
+weights are whole under Hugging Face names. (Megatron-core's own sharded checkpoints, which reshard, assert on a tied
+embedding that the last pipeline stage has a copy of.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from forerun.engines.checkpoint_directory import STATE_FILE, flush
+from forerun.engines.megatron.optimizer import MegatronOptimizer
+from forerun.engines.state import random_state, restore_random_state
+from forerun.errors import ForerunError, one_line
+
+DIRECTORY = "parts"
+_RANDOM, _TRACKER = "random.", "tracker."
+
+
+def _weights(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    for index, model in enumerate(models):
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, Tensor):
+                yield f"model.{index}.{name}", tensor.detach()
+
+
+def _optimized(optimizer: MegatronOptimizer) -> Iterator[tuple[str, Any, Tensor]]:
+    """(name, torch's optimizer, what it updates) of this rank: parameters, or their shards in float32."""
+    for which, part in enumerate(optimizer.optimizers):
+        inner = part.optimizer
+        for group, entry in enumerate(inner.param_groups if inner is not None else ()):
+            for index, parameter in enumerate(entry["params"]):
+                yield f"{which}.{group}.{index}", inner, parameter
+
+
+def part_tensors(models: Sequence[nn.Module], optimizer: MegatronOptimizer) -> dict[str, Tensor]:
+    """Everything of this rank that is a tensor and goes on from one step to the next."""
+    tensors = dict(_weights(models))
+    for name, inner, parameter in _optimized(optimizer):
+        tensors[f"main.{name}"] = parameter.detach()
+        for key, value in inner.state.get(parameter, {}).items():
+            tensors[f"{key}:{name}"] = torch.as_tensor(value).detach()
+    return tensors
+
+
+def part_randoms() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Random numbers of this rank, megatron-core's generators included: (tensors, JSON)."""
+    tensors, values = random_state()
+    named = {_RANDOM + name: tensor for name, tensor in tensors.items()}
+    return named | {_TRACKER + name: state for name, state in get_cuda_rng_tracker().get_states().items()}, values
+
+
+def write_part(directory: Path, rank: int, tensors: Mapping[str, Tensor], randoms: tuple[Any, Any]) -> None:
+    """Write this rank's file into a checkpoint that is being written."""
+    path = directory / DIRECTORY / f"{rank:05}.safetensors"
+    path.parent.mkdir(exist_ok=True)
+    whole = {name: tensor.cpu().contiguous().clone() for name, tensor in {**tensors, **randoms[0]}.items()}
+    save_file(whole, path, {"values": json.dumps(randoms[1])})
+    flush(path)
+
+
+def read_document(directory: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands in the checkpoint's STATE_FILE.
+
+    Args:
+        wanted: entries that say how the ranks divide the model; they must be the same now.
+
+    Raises:
+        ForerunError: it is no checkpoint of this engine, or of another layout.
+    """
+    try:
+        document: dict[str, Any] = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ForerunError(f"{directory} is not a training checkpoint ({one_line(error)})") from error
+    if "layout" not in document:
+        raise ForerunError(f"{directory} was written by another engine: set engine.strategy=torch")
+    for key, value in wanted.items():
+        if document.get(key) != value:
+            raise ForerunError(
+                f"it was written with {key}={document.get(key)}, and this run has {value}: resume with the same, or "
+                "start anew from an exported model"
+            )
+    return document
+
+
+@torch.no_grad()
+def read_part(directory: Path, rank: int, models: Sequence[nn.Module], optimizer: MegatronOptimizer) -> None:
+    """Put a rank's file back into its models, optimizer and generators.
+
+    Raises:
+        ForerunError: the file is missing or damaged, or belongs to another model.
+    """
+    path = directory / DIRECTORY / f"{rank:05}.safetensors"
+    try:
+        with safe_open(path, framework="pt") as saved:
+            tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118 - no dict
+            values = json.loads(saved.metadata()["values"])
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ForerunError(f"{path} cannot be read ({one_line(error)}): resume from an older checkpoint") from error
+    own = dict(_weights(models)) | {f"main.{name}": p.detach() for name, _, p in _optimized(optimizer)}
+    for name, tensor in own.items():
+        if name not in tensors or tensors[name].shape != tensor.shape:
+            raise ForerunError(f"{path} has no {name} of shape {list(tensor.shape)}: it belongs to another model")
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])
+    by_name = {name: (inner, parameter) for name, inner, parameter in _optimized(optimizer)}
+    for full_name, tensor in tensors.items():
+        key, separator, name = full_name.partition(":")
+        if separator:
+            inner, parameter = by_name[name]
+            inner.state[parameter][key] = tensor.clone() if key == "step" else tensor.to(parameter.device, copy=True)
+    randoms = {name.removeprefix(_RANDOM): t for name, t in tensors.items() if name.startswith(_RANDOM)}
+    restore_random_state(randoms, values)
+    states = {name.removeprefix(_TRACKER): t for name, t in tensors.items() if name.startswith(_TRACKER)}
+    get_cuda_rng_tracker().set_states(states)
