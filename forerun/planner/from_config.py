@@ -27,13 +27,13 @@ class Job:
             is used.
         rollout_stays: bytes of it that stay while training: its weights, where it only drops its cache (native), or
             all of it.
-        drafts: whether rollouts draft.
+        rollout_share: of a device's memory, which an engine that is started beside takes whatever it needs.
     """
 
     run: TrainingRun
     rollout: Serving | None = None
     rollout_stays: float = 0.0
-    drafts: bool = False
+    rollout_share: float | None = None
 
 
 def read_config(path: Path, overrides: Sequence[str], model: str | None) -> SFTConfig | RLConfig:
@@ -109,7 +109,7 @@ def job_of(config: SFTConfig | RLConfig, device: Device) -> Job:
     )
     drafts = config.mtp.enable_rollout
     if config.rollout.base_url is not None:
-        return Job(run, drafts=drafts)
+        return Job(run)
     native = config.rollout.engine == "native"
     precision: Precision = shape.precision
     if config.rollout.dtype != "auto":
@@ -122,7 +122,8 @@ def job_of(config: SFTConfig | RLConfig, device: Device) -> Job:
         devices=1 if native else config.rollout.tensor_model_parallel_size,
         depths=depths if drafts else 0,
     )
-    return Job(run, held, held.weights if native else held.total, drafts)
+    share = None if native else config.rollout.gpu_memory_utilization
+    return Job(run, held, held.weights if native else held.total, share)
 
 
 def _is_rl(path: Path, overrides: Sequence[str]) -> bool:
@@ -150,7 +151,7 @@ def _layout(config: SFTConfig | RLConfig) -> Layout:
     engine, distributed = config.engine, config.distributed
     ranks = 1 if config.launch == "local" else distributed.nnodes * distributed.nproc_per_node
     shards = 1 if config.launch == "local" else engine.fsdp_size or ranks
-    return Layout(ranks=ranks, shards=shards, reshard=engine.reshard_after_forward)
+    return Layout(ranks=ranks, shards=shards, reshard=engine.reshard_after_forward, offload=engine.cpu_offload)
 
 
 def _recompute(config: SFTConfig | RLConfig) -> bool:

@@ -38,6 +38,7 @@ def _as_json(plan: TrainPlan) -> dict[str, Any]:
         "peaks": [{"phase": peak.phase, "bytes": peak.total, "parts": peak.parts} for peak in plan.peaks],
         "peaks_without_mtp": [{"phase": peak.phase, "bytes": peak.total, "parts": peak.parts} for peak in plan.without],
         "traffic": [{"what": kind.what, "bytes": kind.bytes, "group": kind.group} for kind in plan.traffic],
+        "loading_bytes": plan.loading,
         "compute_seconds": plan.compute_seconds(),
         "compute_seconds_without_mtp": plan.compute_seconds(mtp=False),
         "fits": plan.fits,
@@ -64,6 +65,8 @@ def _print(plan: TrainPlan) -> None:
         if run.train_mtp:
             line += f", of which MTP {seconds - (plan.compute_seconds(mtp=False) or 0):.2g} s"
         print(line)
+    if plan.loading:
+        print(f"host memory of a machine while the model loads: {plan.loading / GIB:,.0f} GiB")
     print(f"\n{plan.sentence()}")
 
 

@@ -48,6 +48,17 @@ class TrainPlan:
         """Arithmetic of an optimizer step; None where no device is named."""
         return None if self.hardware is None else arithmetic_seconds(self.job.run, self.hardware, mtp)
 
+    @property
+    def loading(self) -> float:
+        """Bytes of a machine's own memory while the model loads: every rank of the torch engine reads it whole.
+
+        Of the Megatron engine, whose ranks read what they hold: 0.
+        """
+        run, per_machine = self.job.run, self.hardware.per_machine if self.hardware else 8
+        if run.layout.engine == "megatron" or run.layout.ranks == 1:
+            return 0.0
+        return min(run.layout.ranks, per_machine) * run.parameters * run.weight_bytes
+
     def sentence(self) -> str:
         """Whether it fits, or what to change."""
         if self.hardware is None:
@@ -75,8 +86,8 @@ def make_train_plan(job: Job, hardware: Hardware | None) -> TrainPlan:
     if job.run.depths:
         plain = replace(job.run, depths=0, chained=0, train_mtp=False)
         if plain.trained_parameters:  # of a head trained alone nothing would be left
-            without = _peaks(replace(job, run=plain))
-    return TrainPlan(job, hardware, _peaks(job), without, traffic(job.run))
+            without = _peaks(replace(job, run=plain), hardware)
+    return TrainPlan(job, hardware, _peaks(job, hardware), without, traffic(job.run))
 
 
 def remedies(job: Job) -> Iterator[tuple[str, Job]]:
@@ -105,7 +116,7 @@ def remedies(job: Job) -> Iterator[tuple[str, Job]]:
         factor *= 2
 
 
-def _peaks(job: Job) -> list[Peak]:
+def _peaks(job: Job, hardware: Hardware | None) -> list[Peak]:
     run = job.run
     if run.layout.engine == "megatron":
         peaks = megatron_peaks(run)
@@ -114,8 +125,11 @@ def _peaks(job: Job) -> list[Peak]:
         peaks, static = torch_peaks(run), static_parts(run)
     if job.rollout is None:
         return peaks
-    while_training = [Peak(peak.phase, {**peak.parts, "rollout engine": job.rollout_stays}) for peak in peaks]
-    cache = job.rollout.rows * job.rollout.row
+    stays, cache = job.rollout_stays, job.rollout.rows * job.rollout.row
+    if job.rollout_share is not None and hardware is not None:
+        stays = job.rollout_share * hardware.memory
+        cache = stays - job.rollout.weights
+    while_training = [Peak(peak.phase, {**peak.parts, "rollout engine": stays}) for peak in peaks]
     return [*while_training, Peak("rollout", {**static, "rollout engine": job.rollout.weights, "rollout cache": cache})]
 
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import runpy
+from dataclasses import replace
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from forerun.checkpoint.reader import CheckpointReader
 from forerun.config import RLConfig, SFTConfig
 from forerun.config_file import load_config
 from forerun.data.chat import read_examples
 from forerun.data.prompts import read_prompts
+from forerun.errors import UsageError
+from forerun.models.config_overrides import overridden_config
+from forerun.planner.from_config import job_of, read_config
+from forerun.planner.hardware import find
+from forerun.planner.train_plan import GIB, TrainPlan, make_train_plan
+from forerun.trainers.setup import check_config, check_ranks
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+DOCUMENT = RECIPES.parent / "docs" / "recipes.md"
 
 
 def kind(path: Path) -> type[SFTConfig] | type[RLConfig]:
@@ -27,6 +39,79 @@ def test_every_recipe_loads_and_its_data_is_there(path: Path) -> None:
     for name in config.data.train_files:
         read = read_examples if isinstance(config, SFTConfig) else read_prompts
         assert len(read(RECIPES.parent / name)) >= 64
+
+
+# Recipes for models that are not here: on the first line of its kind each says what to plan it with.
+PLANNED = {path.stem: path for path in sorted(RECIPES.glob("*.yaml")) if "\n# plan: " in path.read_text("utf-8")}
+
+
+def plan_of(path: Path) -> tuple[dict[str, Any], TrainPlan]:
+    """The options that its `# plan:` line gives, and the plan."""
+    line = next(text for text in path.read_text("utf-8").splitlines() if text.startswith("# plan: "))
+    words = line.removeprefix("# plan: ").split()
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    config = read_config(path, [], options["--model"])
+    return options, make_train_plan(job_of(config, "cuda"), find(options["--hardware"]))
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_what_is_planned_for_a_device_fits_it(name: str) -> None:
+    """And docs/recipes.md says what it takes."""
+    options, plan = plan_of(PLANNED[name])
+    assert plan.fits, plan.sentence()
+    train = max(peak.total for peak in plan.peaks) / GIB
+    seconds = plan.compute_seconds() or 0
+    loading = f"{plan.loading / GIB:,.0f}" if plan.loading else "-"
+    device = f"{plan.job.run.layout.ranks} x {options['--hardware'].upper()}"
+    row = f"| `{name}.yaml` | {device} | {plan.job.run.layout} | {train:.1f} | {loading} | {seconds:,.0f} |"
+    assert row in DOCUMENT.read_text("utf-8"), row
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_every_check_that_needs_no_weights_passes(name: str, tmp_path: Path) -> None:
+    """The configuration's own, those of ranks and devices, and of overrides against the model's config.json."""
+    options, plan = plan_of(PLANNED[name])
+    (tmp_path / "config.json").write_text(json.dumps(config_json(options["--model"])))
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "model-1.safetensors"}}')
+    (tmp_path / "model-1.safetensors").touch()
+    config = load_config(kind(PLANNED[name]), PLANNED[name], [f"model.path={tmp_path}"])
+    check_config(config, has_data=False, has_model=False)
+    check_ranks(config, plan.job.run.layout.ranks)
+    merged = overridden_config(CheckpointReader(tmp_path), config.model.override_config)
+    text = merged.get("text_config", merged)
+    longest = config.rollout.max_prompt_length + config.rollout.max_response_length
+    assert text["max_position_embeddings"] >= longest
+    wrong = replace(config, model=replace(config.model, override_config={"max_position_embedings": 1}))
+    with pytest.raises(UsageError, match="did you mean"):
+        check_config(wrong, has_data=False, has_model=False)
+
+
+def config_json(model: str) -> dict[str, Any]:
+    """What a published config.json of the model has, as far as its recipe touches it."""
+    sizes = json.loads(resources.files("forerun.planner").joinpath("models.json").read_text("utf-8"))[model]
+    sizes = {**sizes, "max_position_embeddings": 131_072}
+    kinds = {"mimo-7b": "mimo", "glm-4.5-air": "glm4_moe", "deepseek-r1": "deepseek_v3", "qwen3.5-9b": "qwen3_5"}
+    if model == "qwen3.5-9b":
+        return {"model_type": "qwen3_5", "text_config": {**sizes, "model_type": "qwen3_5_text"}}
+    return {"model_type": kinds[model], **sizes}
+
+
+def test_the_reference_script_s_settings() -> None:
+    """verl's examples/mtp_trainer/test_dapo_mimo_7b_with_mtp_math_megatron.sh."""
+    config = load_config(RLConfig, RECIPES / "rl_mimo_7b.yaml")
+    assert (config.train_batch_size, config.ppo_mini_batch_size, config.rollout.n) == (32, 32, 16)
+    assert (config.rollout.max_prompt_length, config.rollout.max_response_length) == (2048, 8192)
+    buffer = config.reward.overlong_buffer
+    assert (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 4096, 1.0)
+    algorithm = config.algorithm
+    assert (algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.clip_ratio_c) == (0.2, 0.28, 10.0)
+    assert (algorithm.adv_estimator, algorithm.loss_agg_mode) == ("grpo", "token-mean")
+    assert algorithm.rollout_correction.bypass_mode and not algorithm.needs_reference
+    assert (config.optim.lr, config.optim.warmup_steps, config.optim.weight_decay) == (1e-6, 10, 0.1)
+    mtp = config.mtp
+    assert (mtp.enable, mtp.enable_train, mtp.detach_encoder, mtp.enable_rollout) == (True, True, True, False)
+    assert mtp.mtp_loss_scaling_factor == 0.1
+    assert config.model.override_config == {"max_position_embeddings": 32768}
 
 
 def test_the_four_set_ups() -> None:
