@@ -104,6 +104,8 @@ def check_lossless(
         raise UsageError("check_lossless judges speculation: give an engine with num_speculative_tokens of at least 1")
     if not prompts:
         raise UsageError("check_lossless needs at least one prompt of token ids")
+    if any(isinstance(prompt, str | int) for prompt in prompts):
+        raise UsageError("check_lossless: `prompts` must hold a list of token ids for each prompt")
     if sampling.temperature == 0:
         raise UsageError("check_lossless always compares greedy texts: give `sampling` a temperature above 0")
     if samples < 10 * _BINS:
@@ -308,8 +310,8 @@ def _check_distribution(
         return _verdict(name, tests, level, f"{len(mass)} tokens against the model")
     if off is None:
         return None
-    prompts = len(on.greedy)
-    pairs = [(on.sampled[prompt::prompts], off.sampled[prompt::prompts]) for prompt in range(prompts)]
+    prompts = min(len(on.greedy), len(on.sampled))
+    pairs = [(on.sampled[prompt :: len(on.greedy)], off.sampled[prompt :: len(on.greedy)]) for prompt in range(prompts)]
     positions = min(_POSITIONS, max(len(c.token_ids) for c in on.sampled))
     views = [[(_tokens_at(i, ours), _tokens_at(i, plain)) for ours, plain in pairs] for i in range(positions)]
     views.append([_likelihood_bins(ours, plain) for ours, plain in pairs])
@@ -332,6 +334,9 @@ def _likelihood_bins(ours: list[Completion], plain: list[Completion]) -> tuple[t
 
 def _verdict(name: str, tests: list[ChiSquare], level: float, what: str) -> LosslessCheck:
     """Of several tests, each made at level / len(tests): one alarm in any is an alarm (Bonferroni)."""
+    if all(math.isnan(test.detectable) for test in tests):
+        why = "too few texts of each prompt, or always the same one, so that nothing can differ: give more samples"
+        return LosslessCheck(name, "skipped", why)
     worst = min(tests, key=lambda test: test.p_value)
     p_value = min(1.0, len(tests) * worst.p_value)
     figures = (

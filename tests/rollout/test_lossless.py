@@ -332,10 +332,21 @@ def test_what_cannot_be_compared_is_skipped_with_the_reason(model: MTPCarrier) -
     assert found == {"answers", "statistics", "greedy text", "log-probs", "distribution", "seeds"}
 
 
+def test_more_prompts_than_samples(model: MTPCarrier) -> None:
+    prompts = [[1 + i % 50, 2] for i in range(210)]
+    sampling = SamplingParams(max_tokens=4)
+    report = check_lossless(engine_of(model), prompts, sampling=sampling, samples=200, seeds=False)
+    assert not report.failed, str(report)
+    assert "skipped distribution: too few texts of each prompt" in str(report)
+
+
 def test_unusable_calls_say_what_to_give(model: MTPCarrier) -> None:
     engine = engine_of(model)
     with pytest.raises(UsageError, match="at least one prompt"):
         check_lossless(engine, [])
+    for prompts in (["text"], [1, 2]):
+        with pytest.raises(UsageError, match="a list of token ids for each prompt"):
+            check_lossless(engine, prompts)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="samples=3"):
         check_lossless(engine, PROMPTS, samples=3)
     for settings in ({"false_alarm_rate": 0.0}, {"false_alarm_rate": math.nan}, {"log_prob_tolerance": math.nan}):
