@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,9 @@ def test_unfinished_responses_are_in_the_checkpoint_with_what_is_written(tmp_pat
             assert 2 < count < 24 and sample.completion.token_ids[:count] == first.token_ids
             assert sample.completion.log_probs[:count] == first.log_probs
             assert sample.completion.weight_versions == [0] * count + [1] * (24 - count)
+
+
+ROOT = Path(__file__).parents[3]
 
 
 class DyingEngine(NativeEngine):
@@ -277,3 +282,36 @@ def test_held_out_prompts_are_answered_by_the_weights_of_the_step(tmp_path: Path
         plain = synchronous(tmp_path, engine=made.engine, eval_prompts=PROMPTS[:2])
         assert made.evaluate()["val/reward_mean"] == plain.evaluate()["val/reward_mean"]
         made.turn(pause=False)
+
+
+def test_the_command_trains_asynchronously_without_ray(tmp_path: Path, checkpoint: Path) -> None:
+    rows = [
+        {"prompt": p.messages, "reward_model": {"ground_truth": p.ground_truth}, "data_source": ""} for p in PROMPTS
+    ]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = [
+        "async_training.enable=true",
+        f"model.path={checkpoint}",
+        f"data.train_files=[{tmp_path / 'prompts.jsonl'}]",
+        f"trainer.output_dir={tmp_path / 'run'}",
+        "trainer.total_steps=3",
+        "trainer.save_freq=2",
+        "rollout.max_response_length=8",
+        "reward.function=exact_match",
+    ]
+    code = f"""
+import sys
+from forerun.cli import main
+code = main(["rl", {str(ROOT / "recipes" / "rl_speculative.yaml")!r}, *{overrides!r}])
+assert "ray" not in sys.modules
+sys.exit(code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rl: 3 steps to do" in done.stderr and "3 steps  reward" in done.stderr, done.stderr
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in logged] == [1, 2, 3]
+    assert all(0 <= line["staleness_mean"] <= line["staleness_max"] <= 1 for line in logged)
+    assert (tmp_path / "run" / "checkpoint-2").is_dir() and (tmp_path / "run" / "model" / "config.json").is_file()
+    resolved = (tmp_path / "run" / "config.yaml").read_text()
+    assert "bypass_mode: true" in resolved and "max_staleness: 1" in resolved
