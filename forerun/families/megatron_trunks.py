@@ -101,11 +101,12 @@ _GATED_DELTA_NET = (
     "its linear attention is written for Transformer Engine's fused layers, and no names are mapped for it"
 )
 _SPARSE = "its sparse attention picks keys by an indexer of megatron-core's own, and no names are mapped for it"
+_NO_NORM = "its MTP layers have no norm behind them, and MultiTokenPredictionLayer always has one"
 # Families with a record of their own that GPTModel cannot be, and why.
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _GATED_DELTA_NET),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _SPARSE),
-    "ernie4_5": "its MTP layers have no norm behind them, and MultiTokenPredictionLayer always has one",
+    **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), _NO_NORM),
     "longcat_flash": "its layers hold two attentions and a shortcut around the experts, and TransformerLayer one",
     "nemotron_h": "its Mamba layers belong to megatron-core's MambaModel, and MTP to GPTModel",
 }

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,45 +23,48 @@ from forerun.mtp.config import MTPConfig
 from tests.families.tiny import VOCAB, tiny_trunk
 
 ROOT = Path(__file__).parents[2]
-# Checkpoint -> (tiny trunk, changes, MTP layers).
-CASES: dict[str, tuple[str, dict[str, Any], int]] = {
-    "llama-tied": ("attached", {"tie_word_embeddings": True, "num_hidden_layers": 4}, 2),
-    "llama3-rope": (
-        "attached",
-        {
-            "max_position_embeddings": 16384,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
-        },
-        1,
-    ),
-    "mimo": ("mimo", {"num_hidden_layers": 3, "num_attention_heads": 4}, 2),
-    "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True}, 1),
-    "deepseek_v3": ("deepseek_v3", {}, 2),
-    "deepseek_v3-yarn": (
-        "deepseek_v3",
-        {
-            "q_lora_rank": None,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 0.7,
-                "beta_fast": 32,
-                "beta_slow": 1,
-                "original_max_position_embeddings": 16,
-            },
-        },
-        1,
-    ),
-    "glm4_moe-bfloat16": ("glm4_moe", {}, 1),
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A tiny model of `tests.families.tiny` with changes to its configuration, and its MTP block."""
+
+    trunk: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    depths: int = 1
+    repeated: bool = False
+
+    def mtp(self) -> MTPConfig:
+        return MTPConfig(enable=True, num_layers=self.depths, repeat_layer=self.repeated)
+
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 16,
+}
+CASES: dict[str, Checkpoint] = {
+    "llama-tied": Checkpoint("attached", {"tie_word_embeddings": True, "num_hidden_layers": 4}, depths=2),
+    "llama3-rope": Checkpoint("attached", {"max_position_embeddings": 16384, "rope_parameters": _LLAMA3}),
+    "mimo": Checkpoint("mimo", {"num_hidden_layers": 3, "num_attention_heads": 4}, depths=2),
+    "glm4_moe": Checkpoint("glm4_moe", {"attention_bias": True, "use_qk_norm": True}),
+    "deepseek_v3": Checkpoint("deepseek_v3", depths=2),
+    "deepseek_v3-yarn": Checkpoint("deepseek_v3", {"q_lora_rank": None, "rope_parameters": _YARN}),
+    "deepseek_v3-repeated": Checkpoint("deepseek_v3", depths=2, repeated=True),
+    "glm4_moe-bfloat16": Checkpoint("glm4_moe"),
 }
 # Layout -> ranks, sizes, checkpoints.
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -110,11 +114,10 @@ def computed(layouts: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 def carrier(case: str) -> MTPCarrier:
-    trunk, changes, depths = CASES[case]
+    made = CASES[case]
     dtype = torch.bfloat16 if case.endswith("bfloat16") else torch.float32
-    model = tiny_trunk(trunk, dtype=dtype, **changes)
-    family = MIMO if trunk == "mimo" else None
-    forerun.attach(model, MTPConfig(enable=True, num_layers=depths), init="plain", family=family)
+    model = tiny_trunk(made.trunk, dtype=dtype, **made.changes)
+    forerun.attach(model, made.mtp(), init="plain", family=MIMO if made.trunk == "mimo" else None)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.data = buffer.data.float()  # as transformers and files have it, whatever the weights are
@@ -157,7 +160,7 @@ def run(folder: Path, layouts: Mapping[str, Any], packages: Path | None = None) 
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return folder

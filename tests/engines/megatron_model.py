@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,7 @@ from forerun.checkpoint.reader import CheckpointReader  # noqa: E402
 from forerun.engines.megatron.layout import ParallelLayout  # noqa: E402
 from forerun.engines.megatron.model import build_model  # noqa: E402
 from forerun.engines.megatron.weights import file_weights, load_weights, named_weights  # noqa: E402
-from forerun.mtp.config import MTPConfig  # noqa: E402
-from tests.engines.megatron_checkpoints import weigh  # noqa: E402
+from tests.engines.megatron_checkpoints import CASES, weigh  # noqa: E402
 
 
 def logits(chunk: Any, input_ids: Tensor) -> dict[int, Tensor]:
@@ -76,8 +76,8 @@ def work(folder: Path, name: str, settings: dict[str, Any]) -> None:
     )
     random.model_parallel_cuda_manual_seed(1)
     rows = load_file(folder / "rows.safetensors")["input_ids"]
-    mtp = MTPConfig(enable=True, mtp_loss_scaling_factor=0.0)  # the test's own sum is all that has a gradient
     for case in settings["cases"]:
+        mtp = replace(CASES[case].mtp(), mtp_loss_scaling_factor=0.0)  # the test's own sum is all that has a gradient
         reader = CheckpointReader(folder / case)
         dtype = getattr(torch, str(reader.config.get("dtype") or "float32"))
         chunks = build_model(reader.config, mtp, layout, dtype=dtype)

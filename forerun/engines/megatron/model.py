@@ -98,7 +98,6 @@ def build_model(
     else:
         family = family or family_of(config)
         full = _with_defaults(config, family)
-    _check_state(layout)
     trunk = megatron_trunk(full.get("model_type"))
     rotary, rotary_of_model = rotary_settings(trunk, full)
     depth = _depth(family, full, mtp)
@@ -120,6 +119,7 @@ def build_model(
         vocab_size=full["vocab_size"],
         layout=layout,
     )
+    _check_state(layout)
     mend_import_errors()
     chunks = []
     for stage in range(layout.chunks):
