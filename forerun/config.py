@@ -7,12 +7,13 @@ loaded, and named by their dotted key. `forerun.config_file` reads these from YA
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from forerun.config_algorithm import AlgorithmConfig
 from forerun.config_async import AsyncTrainingConfig, check_async
 from forerun.config_check import bounded
+from forerun.config_megatron import MegatronConfig
 from forerun.config_rollout import RolloutConfig, check_rollout
 from forerun.errors import UsageError
 from forerun.mtp.config import MTPConfig
@@ -84,6 +85,9 @@ class OptimConfig:
 class EngineConfig:
     """The training engine: where it computes, in what precision, what it keeps for backward."""
 
+    # "megatron" is megatron-core (docs/megatron.md), divided as the section `megatron` says.
+    strategy: Literal["torch", "megatron"] = "torch"
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
     # "auto" takes CUDA where there is one.
     device: str = "auto"
     # Precision of the forward pass; "none" computes in the weights' own (model.dtype).
@@ -103,6 +107,14 @@ class EngineConfig:
     cpu_offload: bool = False
 
     def validate(self, prefix: str) -> None:
+        if self.strategy == "torch" and self.megatron != MegatronConfig():
+            raise UsageError(f"{prefix}megatron is of {prefix}strategy=megatron: set that, or leave the section out")
+        if self.strategy == "megatron":
+            unused = EngineConfig()
+            kept = ("strategy", "megatron", "device", "on_nonfinite")
+            for item in fields(self):
+                if item.name not in kept and getattr(self, item.name) != getattr(unused, item.name):
+                    raise UsageError(f"{prefix}{item.name} is of {prefix}strategy=torch: leave it out")
         if self.autocast != "none" and self.param_dtype is not None:
             raise UsageError(
                 f"{prefix}autocast and {prefix}param_dtype both set the forward pass's precision: keep one"

@@ -20,7 +20,7 @@ LAYERS: list[set[str]] = [
     {"report", "algorithms", "data", "rewards"},
     {"rollout", "engines"},
     {"config_check"},
-    {"config_algorithm", "config_rollout", "config_async"},
+    {"config_algorithm", "config_rollout", "config_async", "config_megatron"},
     {"config"},
     {"config_file"},
     {"trainers", "planner"},

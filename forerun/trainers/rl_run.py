@@ -32,6 +32,7 @@ from forerun.rollout.protocol import Completion
 from forerun.trainers.alarms import Alarms
 from forerun.trainers.experience import Sample, rollout_figures, text_table
 from forerun.trainers.judging import Scorer, check_rewards, judged_samples
+from forerun.trainers.megatron_setup import make_megatron_engine
 from forerun.trainers.policy_update import PolicyUpdate, ReferencePolicy, frozen_copy
 from forerun.trainers.prompt_files import read_files, usable_prompts
 from forerun.trainers.ranked import RankedScorer
@@ -44,6 +45,7 @@ from forerun.trainers.setup import (
     engine_config,
     load_model,
     load_tokenizer,
+    optimizer_config,
     resolve_device,
 )
 
@@ -117,12 +119,16 @@ class RLRun(ABC):
 
         updates = config.ppo_epochs * config.train_batch_size // config.ppo_mini_batch_size
 
-        def built() -> TorchEngine:
+        total_updates = config.trainer.total_steps * updates
+
+        def built() -> TrainingEngine:
+            if config.engine.strategy == "megatron":
+                return make_megatron_engine(config, optimizer_config(config.optim, total_updates))
             # Shards move to the device as they are cut, which need not hold the whole model.
             place = device if mesh is None else torch.device("cpu")
             return TorchEngine(
                 load_model(config.model, config.mtp, place, config.trainer.seed),
-                engine_config(config.engine, config.optim, config.mtp, config.trainer.total_steps * updates),
+                engine_config(config.engine, config.optim, config.mtp, total_updates),
                 mesh=mesh,
             )
 
@@ -131,14 +137,15 @@ class RLRun(ABC):
         self.engine = engine
         if config.algorithm.needs_reference and reference is None:
             # Before a resume, so of the weights that every run starts from.
-            reference = frozen_copy(engine) if mesh is None else built()
+            copied = mesh is None and config.engine.strategy == "torch"
+            reference = frozen_copy(engine) if copied else built()
         self.update = PolicyUpdate(config, engine, reference)
         self.drafts = config.mtp.enable_rollout
         self.alarms = Alarms(
             config.trainer.on_alarm,
             len(self.tokenizer),
             config.mtp.loss,
-            warmup_steps=max(20, config.optim.num_warmup_steps(config.trainer.total_steps * updates)),
+            warmup_steps=max(20, config.optim.num_warmup_steps(total_updates)),
         )
         generation_config = engine.model.generation_config if isinstance(engine, TorchEngine) else None
         self.requests = RequestMaker(config, self.tokenizer, stop_token_ids(self.tokenizer, generation_config))

@@ -46,6 +46,8 @@ def make_rollout_engine(
         UsageError: the training engine holds no model that could be copied, or the rollout engine cannot run it.
         ForerunError: vLLM or SGLang does not start, or does not answer.
     """
+    if config.engine.strategy == "megatron":
+        engine = None  # no rank has the model whole
     if ranks is not None and ranks.size > 1:
         serves = ranks.rank == 0 or config.rollout.engine == "native"
         return RankedRollout(ranks, make_rollout_engine(config, engine, tokenizer) if serves else None)

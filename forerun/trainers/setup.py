@@ -39,6 +39,7 @@ from forerun.mtp.config import MTPConfig
 from forerun.report.atomic import failures
 from forerun.report.writers import Writers, make_writers, rewind_lines
 from forerun.trainers.alarms import Alarm
+from forerun.trainers.megatron_setup import check_megatron
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,9 @@ def check_ranks(config: SFTConfig | RLConfig, num_ranks: int | None) -> None:
         UsageError: a setting that would have no effect, or that several ranks cannot do.
     """
     engine = config.engine
+    if engine.strategy == "megatron":
+        check_megatron(config, num_ranks or 1, resolve_device(engine))
+        return
     if num_ranks is None:
         unused = EngineConfig()
         for name in ("fsdp_size", "param_dtype", "reduce_dtype", "reshard_after_forward", "cpu_offload"):
@@ -165,16 +169,7 @@ def engine_config(
 ) -> TorchEngineConfig:
     """The torch engine's settings for a run of `total_steps` optimizer steps."""
     return TorchEngineConfig(
-        optimizer=OptimizerConfig(
-            lr=optim.lr,
-            mtp_lr=optim.mtp_lr,
-            betas=(optim.betas[0], optim.betas[1]),
-            weight_decay=optim.weight_decay,
-            max_grad_norm=optim.max_grad_norm,
-            lr_scheduler_type=_scheduler_name(optim, total_steps),
-            warmup_steps=optim.num_warmup_steps(total_steps),
-            total_steps=total_steps,
-        ),
+        optimizer=optimizer_config(optim, total_steps),
         train_trunk=train_trunk,
         chunk_size=mtp.chunk_size,
         autocast=None if engine.autocast == "none" else engine.autocast,
@@ -186,6 +181,20 @@ def engine_config(
             reshard_after_forward=engine.reshard_after_forward,
             cpu_offload=engine.cpu_offload,
         ),
+    )
+
+
+def optimizer_config(optim: OptimConfig, total_steps: int) -> OptimizerConfig:
+    """An engine's optimizer for a run of `total_steps` optimizer steps."""
+    return OptimizerConfig(
+        lr=optim.lr,
+        mtp_lr=optim.mtp_lr,
+        betas=(optim.betas[0], optim.betas[1]),
+        weight_decay=optim.weight_decay,
+        max_grad_norm=optim.max_grad_norm,
+        lr_scheduler_type=_scheduler_name(optim, total_steps),
+        warmup_steps=optim.num_warmup_steps(total_steps),
+        total_steps=total_steps,
     )
 
 

@@ -11,12 +11,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase, set_seed
 
 from forerun.config import SFTConfig
 from forerun.data.batch import Batch
@@ -32,6 +32,7 @@ from forerun.report.progress import ProgressBar
 from forerun.trainers.alarms import Alarms
 from forerun.trainers.batching import make_rows, micro_batches
 from forerun.trainers.head_init import fit_new_head
+from forerun.trainers.megatron_setup import make_megatron_engine
 from forerun.trainers.setup import (
     RunDirectory,
     carries_mtp,
@@ -40,8 +41,12 @@ from forerun.trainers.setup import (
     engine_config,
     load_model,
     load_tokenizer,
+    optimizer_config,
     resolve_device,
 )
+
+if TYPE_CHECKING:
+    from forerun.engines.megatron.engine import MegatronEngine
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +88,7 @@ class SFTTrainer:
         *,
         documents: Sequence[Document] | None = None,
         eval_documents: Mapping[str, Sequence[Document]] | None = None,
-        engine: TorchEngine | None = None,
+        engine: TorchEngine | MegatronEngine | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         mtp_loss: MTPLossFn = default_mtp_loss,
         initialise: Callable[[MTPCarrier, Sequence[Batch]], None] | None = None,
@@ -109,6 +114,8 @@ class SFTTrainer:
         if config.total_epochs is not None:
             self.total_steps = math.ceil(config.total_epochs * len(self.rows) / config.train_batch_size)
 
+        if engine is None and config.engine.strategy == "megatron":
+            engine = make_megatron_engine(config, optimizer_config(config.optim, self.total_steps))
         if engine is None:
             fit = config.mtp_init == "fit"
             if initialise is None and fit and config.mtp.enable_train and not carries_mtp(config.model):
@@ -123,12 +130,13 @@ class SFTTrainer:
                 HiddenCache() if config.cache_hiddens else None,
                 mesh,
             )
-        _check_fit([*documents, *itertools.chain(*eval_documents.values())], engine.model)
+        vocab_size, context = _limits(engine)
+        _check_fit([*documents, *itertools.chain(*eval_documents.values())], vocab_size, context)
         self.engine = engine
         self.initialise = initialise
         self.alarms = Alarms(
             config.trainer.on_alarm,
-            engine.model.config.get_text_config().vocab_size,
+            vocab_size,
             config.mtp.loss,
             warmup_steps=max(20, config.optim.num_warmup_steps(self.total_steps)),
         )
@@ -153,8 +161,9 @@ class SFTTrainer:
             run.rewind(None if resumed is None else engine.global_step)
             run.write_config()
             if resumed is None:
-                if self.initialise is not None and isinstance(engine.model, MTPCarrier):
-                    self.initialise(engine.model, self.rows)
+                block = engine.model if isinstance(engine, TorchEngine) else None
+                if self.initialise is not None and isinstance(block, MTPCarrier):
+                    self.initialise(block, self.rows)
                 metrics.update(self.evaluate())
                 if metrics:
                     run.writers.log(0, metrics)
@@ -201,6 +210,7 @@ class SFTTrainer:
         return figures
 
     def _fit_head(self, model: MTPCarrier, rows: Sequence[Batch]) -> None:
+        assert isinstance(self.engine, TorchEngine)
         fit_new_head(self.engine, rows)
 
     def _read(self, files: Sequence[str], limit: int | None) -> list[Document]:
@@ -216,16 +226,22 @@ class SFTTrainer:
         return make_rows(learnable, self.config.data.max_length, self.config.data.packing)
 
 
-def _check_fit(documents: Sequence[Document], model: PreTrainedModel) -> None:
+def _limits(engine: TorchEngine | MegatronEngine) -> tuple[int, int | None]:
+    """(tokens that the model has, how many of them it reads at once, None if that is not known)."""
+    if not isinstance(engine, TorchEngine):
+        return engine.blueprint.vocab_size, engine.blueprint.config["max_position_embeddings"]
+    size = len(cast(nn.Embedding, engine.model.get_input_embeddings()).weight)
+    return size, getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _check_fit(documents: Sequence[Document], size: int, context: int | None) -> None:
     """Refuse documents that the model cannot read: longer than its context, or with tokens that it does not have."""
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(len(document) for document in documents)
     if context is not None and longest > context:
         raise UsageError(
             f"a document has {longest} tokens, more than the model's context of {context}: "
             f"set data.max_length={context}"
         )
-    size = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
     largest = max(max(document.token_ids) for document in documents)
     if largest >= size:
         raise UsageError(

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,12 @@ from forerun.checkpoint.reader import CheckpointReader
 from forerun.checkpoint.shards import write_checkpoint
 from forerun.data.batch import Batch
 from forerun.engines.checkpoint_directory import STATE_FILE
-from forerun.engines.megatron.layout import ParallelLayout
 from forerun.engines.megatron.microbatch import MicroBatch, deal
 from forerun.engines.megatron.objective import MTPModel, Objective, Outcome
 from forerun.engines.megatron.optimizer import MegatronOptimizer
 from forerun.engines.megatron.saved_parts import part_randoms, part_tensors, read_document, read_part, write_part
-from forerun.engines.megatron.version import check_recompute
+from forerun.engines.megatron.settings import MegatronEngineConfig, check_settings
 from forerun.engines.megatron.weights import file_weights, named_weights
-from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import LossFn, NonFiniteError, merge_metrics
 from forerun.engines.ranks import RankGroup
 from forerun.engines.saving import Saver, Tensors
@@ -45,25 +43,6 @@ from forerun.report.atomic import failures, write_text
 
 # (micro-batch, what the last stage found) -> (its part of the step's loss, what to tell the other ranks)
 Report = Callable[[MicroBatch, Outcome], tuple[Tensor, Any]]
-
-
-@dataclass
-class MegatronEngineConfig:
-    """How the engine trains.
-
-    Attributes:
-        optimizer, train_trunk, chunk_size, on_nonfinite: as `forerun.engines.torch_engine.TorchEngineConfig`.
-        recompute_granularity: "full" keeps only layer inputs and runs each layer again in backward, "selective" does so
-            with the attention's core.
-        use_distributed_optimizer: cut optimizer state over data-parallel ranks.
-    """
-
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    train_trunk: bool = True
-    chunk_size: int = 64
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    recompute_granularity: Literal["full", "selective"] | None = None
-    use_distributed_optimizer: bool = True
 
 
 class MegatronEngine:
@@ -92,7 +71,7 @@ class MegatronEngine:
         self.layout = self.blueprint.layout
         self.mtp_config = mtp
         self.train_mtp = mtp is not None and mtp.enable_train
-        _check(self.config, mtp, self.train_mtp, self.layout)
+        check_settings(self.config, mtp, self.layout)
         world = dist.get_world_size()
         self.device = torch.device(torch.cuda.current_device())
         self.ranks = RankGroup(DeviceMesh(self.device.type, torch.arange(world)))
@@ -397,19 +376,3 @@ class MegatronEngine:
             "use_distributed_optimizer": self.config.use_distributed_optimizer,
             "trained": list(self.optimizer.parts),
         }
-
-
-def _check(config: MegatronEngineConfig, mtp: MTPConfig | None, train_mtp: bool, layout: ParallelLayout) -> None:
-    if not config.train_trunk and not train_mtp:
-        raise UsageError("nothing to train: the trunk is frozen and no MTP block has mtp.enable_train=true")
-    if not config.train_trunk and layout.pipeline_model_parallel_size > 1:
-        raise UsageError(
-            "a frozen trunk sends no gradient from one pipeline stage to the next: set "
-            "engine.megatron.pipeline_model_parallel_size=1, or train the trunk"
-        )
-    if mtp is not None and mtp.loss_top_k is not None:
-        raise UsageError(
-            "mtp.loss_top_k needs the whole vocabulary on one rank: set it to null, or engine.strategy=torch"
-        )
-    if mtp is not None:
-        check_recompute(config.recompute_granularity)
