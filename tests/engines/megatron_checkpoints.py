@@ -68,7 +68,7 @@ CASES: dict[str, Checkpoint] = {
 }
 # Layout -> ranks, sizes, checkpoints.
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {"ranks": 1, "layout": {}, "cases": list(CASES)},
+    "one": {"ranks": 1, "layout": {}, "cases": list(CASES), "refusals": True},
     "tp2": {"ranks": 2, "layout": {"tensor_model_parallel_size": 2}, "cases": ["llama-tied", "mimo"]},
     "tp2-sp": {
         "ranks": 2,

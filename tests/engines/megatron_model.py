@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -35,6 +36,8 @@ from forerun.checkpoint.reader import CheckpointReader  # noqa: E402
 from forerun.engines.megatron.layout import ParallelLayout  # noqa: E402
 from forerun.engines.megatron.model import build_model  # noqa: E402
 from forerun.engines.megatron.weights import file_weights, load_weights, named_weights  # noqa: E402
+from forerun.errors import ForerunError  # noqa: E402
+from forerun.mtp.config import MTPConfig  # noqa: E402
 from tests.engines.megatron_checkpoints import CASES, weigh  # noqa: E402
 
 
@@ -65,6 +68,50 @@ def gradients(chunk: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in named_weights([chunk])}
 
 
+def refusals(folder: Path) -> dict[str, str]:
+    """What models and checkpoints that do not go are refused with."""
+    configs = {case: CheckpointReader(folder / case).config for case in ("llama-tied", "mimo", "glm4_moe")}
+    mtp, one = MTPConfig(enable=True), ParallelLayout()
+    tensor, pipeline = ParallelLayout(tensor_model_parallel_size=2), ParallelLayout(pipeline_model_parallel_size=8)
+    repeated = MTPConfig(enable=True, num_layers=2, repeat_layer=True)
+    llama, mimo, glm = configs.values()
+    reader = CheckpointReader(folder / "glm4_moe")
+    weights = {name: reader.tensor(name) for name in reader.tensor_names}
+    name = "model.layers.1.self_attn.q_proj.weight"
+
+    def load(changed: Mapping[str, Tensor] | CheckpointReader) -> None:
+        load_weights(build_model(glm, mtp, one), changed if isinstance(changed, CheckpointReader) else changed.items())
+
+    copied = folder / "glm4_moe-with-a-copy"
+    copied.mkdir()
+    (copied / "config.json").write_text(json.dumps(glm))
+    other_head = {"model.layers.2.shared_head.head.weight": weights["lm_head.weight"] + 1}
+    save_file(weights | other_head, copied / "model.safetensors")
+    attempts: dict[str, Callable[[], object]] = {
+        "no depth": lambda: build_model(llama | {"num_nextn_predict_layers": 0}, mtp, one),
+        "two repeated": lambda: build_model(glm | {"num_nextn_predict_layers": 2}, repeated, one),
+        "pre-norm repeated": lambda: build_model(mimo | {"num_nextn_predict_layers": 1}, repeated, one),
+        "heads": lambda: build_model(llama | {"num_attention_heads": 1}, mtp, tensor),
+        "no sequence parallelism": lambda: build_model(glm, mtp, tensor),
+        "stages": lambda: build_model(llama, mtp, pipeline),
+        "state": lambda: build_model(llama, mtp, tensor),
+        "setting": lambda: build_model(llama, mtp, one, no_such_field=1),
+        "config": lambda: build_model(llama | {"vocab_size": "many"}, mtp, one),
+        "missing": lambda: load({key: x for key, x in weights.items() if key != name}),
+        "shape": lambda: load(weights | {name: weights[name][:-2]}),
+        "unknown": lambda: load(weights | {"model.layers.1.self_attn.sinks": torch.ones(2)}),
+        "quantised": lambda: load(weights | {name: weights[name].to(torch.float8_e4m3fn)}),
+        "copy": lambda: load(CheckpointReader(copied)),
+    }
+    said = {}
+    for attempt, call in attempts.items():
+        try:
+            call()
+        except ForerunError as error:
+            said[attempt] = f"{type(error).__name__}: {error}"
+    return said
+
+
 def work(folder: Path, name: str, settings: dict[str, Any]) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     layout = ParallelLayout(**settings["layout"])
@@ -75,6 +122,8 @@ def work(folder: Path, name: str, settings: dict[str, Any]) -> None:
         expert_model_parallel_size=layout.expert_model_parallel_size,
     )
     random.model_parallel_cuda_manual_seed(1)
+    if settings.get("refusals"):
+        (folder / "refusals.json").write_text(json.dumps(refusals(folder)))
     rows = load_file(folder / "rows.safetensors")["input_ids"]
     for case in settings["cases"]:
         mtp = replace(CASES[case].mtp(), mtp_loss_scaling_factor=0.0)  # the test's own sum is all that has a gradient
