@@ -24,19 +24,22 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
-from forerun.engines.state import checkpoints
+from forerun.engines.checkpoint_directory import checkpoints
 from tests.trainers.tiny import make_model, make_tokenizer
 
-Verb = Literal["sft", "rl"]
+# "async": forerun rl with rollout workers in threads. "sft" writes its checkpoints while it goes on.
+Kind = Literal["sft", "rl", "async"]
 LIMIT_S = 300.0  # for one run to end, and for what it started to end with it
 _MARK = "FORERUN_KILLED_RUN"
 # Names of directories that exist during a save and the deletion of an old checkpoint (`engines.state`).
 _SAVING = (".unfinished", ".replaced", ".deleted")
-_MEASURED = ("time/", "tokens_per_second", "rollout_tokens_per_second")
+_MEASURED = ("time/", "tokens_per_second", "rollout_tokens_per_second", "queue_depth")
 
 _context = multiprocessing.get_context("forkserver")
 # What takes seconds to import is imported once, and the kills fall into runs instead of into imports.
-_context.set_forkserver_preload(["forerun.trainers.rl", "forerun.trainers.sft", "forerun.launch.command"])
+_context.set_forkserver_preload(
+    ["forerun.trainers.rl", "forerun.trainers.sft", "forerun.trainers.asynchronous.trainer"]
+)
 
 
 @dataclass
@@ -49,16 +52,16 @@ class Tally:
     checkpoints_compared: int = 0
 
 
-def kill_and_compare(verb: Verb, place: Path, kills: int, steps: int, seed: int = 0, kills_per_run: int = 10) -> Tally:
+def kill_and_compare(kind: Kind, place: Path, kills: int, steps: int, seed: int = 0, kills_per_run: int = 10) -> Tally:
     """Kill runs of `steps` steps `kills` times in all, each run at most `kills_per_run` times, and compare.
 
     Raises:
         AssertionError: a checkpoint was lost or damaged, the result differs, or a process was left behind.
     """
-    config = write_run(verb, place, steps)
+    config = write_run(kind, place, steps)
     untouched = place / "untouched"
     started = time.monotonic()
-    assert _run(verb, config, untouched, keep=0) == 0, _log(untouched)
+    assert _run(kind, config, untouched, keep=0) == 0, _log(untouched)
     life = time.monotonic() - started
     assert len(checkpoints(untouched)) == steps
     draw, tally = random.Random(seed), Tally()
@@ -66,22 +69,22 @@ def kill_and_compare(verb: Verb, place: Path, kills: int, steps: int, seed: int 
         run = place / f"killed-{tally.runs}"
         tally.runs += 1
         for _ in range(kills_per_run):
-            if tally.kills == kills or not _killed(verb, config, run, draw, life, tally):
+            if tally.kills == kills or not _killed(kind, config, run, draw, life, tally):
                 break
             _compare_checkpoints(run, untouched, tally)
-        assert _run(verb, config, run, keep=2) == 0, _log(run)
+        assert _run(kind, config, run, keep=2) == 0, _log(run)
         _compare_checkpoints(run, untouched, tally)
         _compare(run / "model", untouched / "model")
         assert _figures(run) == _figures(untouched), f"{run}: metrics.jsonl differs"
     return tally
 
 
-def write_run(verb: Verb, place: Path, steps: int) -> Path:
+def write_run(kind: Kind, place: Path, steps: int) -> Path:
     """A tiny checkpoint, its data, and the configuration of a run that saves after every step."""
     make_model().save_pretrained(place / "checkpoint")
     make_tokenizer().save_pretrained(place / "checkpoint")
     words = "abcdefgh"
-    if verb == "sft":
+    if kind == "sft":
         rows: list[dict[str, Any]] = [
             {"prompt": f"say {w} {v}", "response": f" {w} {v} "} for w in words for v in words
         ]
@@ -104,6 +107,8 @@ def write_run(verb: Verb, place: Path, steps: int) -> Path:
             "rollout: {n: 4, max_response_length: 6, max_prompt_length: 16, deterministic: true}\n"
             "train_batch_size: 4\nppo_mini_batch_size: 2\nmicro_batch_size: 8\n"
         )
+    if kind == "async":
+        own += "async_training: {enable: true, num_workers: 2, partial_rollout: false}\n"
     (place / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = place / "run.yaml"
     config.write_text(
@@ -111,26 +116,26 @@ def write_run(verb: Verb, place: Path, steps: int) -> Path:
         + own.replace("TRAIN", str(place / "train.jsonl"))
         + "mtp: {enable: true, enable_train: true, enable_rollout: true, num_layers: 2, num_speculative_tokens: 2}\n"
         "optim: {lr: 1e-2, lr_scheduler_type: cosine, warmup_steps: 3}\n"
-        f"trainer: {{total_steps: {steps}, save_freq: 1, logger: [jsonl]}}\n"
+        f"trainer: {{total_steps: {steps}, save_freq: 1, logger: [jsonl], async_save: {str(kind == 'sft').lower()}}}\n"
     )
     return config
 
 
-def _run(verb: Verb, config: Path, run: Path, keep: int) -> int | None:
-    process = _start(verb, config, run, keep, mark="")
+def _run(kind: Kind, config: Path, run: Path, keep: int) -> int | None:
+    process = _start(kind, config, run, keep, mark="")
     process.join(LIMIT_S)
     if process.exitcode is None:
         process.kill()
     return process.exitcode
 
 
-def _killed(verb: Verb, config: Path, run: Path, draw: random.Random, life: float, tally: Tally) -> bool:
+def _killed(kind: Kind, config: Path, run: Path, draw: random.Random, life: float, tally: Tally) -> bool:
     """Start the run, or go on with it, and kill it; False if it ended first.
 
     Half of the kills are at any instant of a run's life, half during a save.
     """
     mark = uuid.uuid4().hex
-    process = _start(verb, config, run, 2, mark)
+    process = _start(kind, config, run, 2, mark)
     aims_at_save = draw.random() < 0.5
     deadline = time.monotonic() + draw.uniform(0, life)
     saves = draw.randint(1, 4)
@@ -157,9 +162,14 @@ def _killed(verb: Verb, config: Path, run: Path, draw: random.Random, life: floa
     return True
 
 
-def _start(verb: Verb, config: Path, run: Path, keep: int, mark: str) -> Any:
+def _start(kind: Kind, config: Path, run: Path, keep: int, mark: str) -> Any:
     run.mkdir(exist_ok=True)
-    arguments = [verb, str(config), f"trainer.output_dir={run}", f"trainer.save_total_limit={keep}"]
+    arguments = [
+        "sft" if kind == "sft" else "rl",
+        str(config),
+        f"trainer.output_dir={run}",
+        f"trainer.save_total_limit={keep}",
+    ]
     process = _context.Process(target=_work, args=(arguments, str(run / "output.log"), mark))
     process.start()
     return process
