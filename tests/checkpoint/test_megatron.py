@@ -29,6 +29,7 @@ from forerun.checkpoint.megatron import from_megatron, to_megatron
 from forerun.cli import main
 from forerun.errors import UsageError
 from tests.families.handmade import checkpoint
+from tests.families.tiny import tiny_trunk
 
 SHAPE = {
     "vocab_size": 40,
@@ -67,6 +68,24 @@ def test_there_and_back_is_bit_exact(tmp_path: Path, kind: str, tied: bool) -> N
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert isinstance(forerun.load(tmp_path / "back").mtp, torch.nn.Module)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_experts_and_latent_attention_return_bit_by_bit(tmp_path: Path, kind: str) -> None:
+    model = forerun.attach(tiny_trunk(kind), forerun.MTPConfig(enable=True), init="plain")
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.normal_()
+    model.save_pretrained(tmp_path / "source")
+    to_megatron(tmp_path / "source", tmp_path / "megatron")
+    theirs = load_file(tmp_path / "megatron" / "model.safetensors")
+    assert theirs["mtp.layers.0.transformer_layer.mlp.experts.local_experts.3.linear_fc1.weight"].shape == (16, 16)
+    assert not any("embed_tokens" in name or "shared_head" in name for name in theirs)
+    from_megatron(tmp_path / "megatron", tmp_path / "back")
+    before = load_file(tmp_path / "source" / "model.safetensors")
+    after = load_file(tmp_path / "back" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_the_layout(tmp_path: Path) -> None:
