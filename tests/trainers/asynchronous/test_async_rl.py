@@ -55,12 +55,14 @@ def test_without_staleness_it_is_synchronous_training_to_the_bit(tmp_path: Path,
 @pytest.mark.parametrize(("staleness", "interval"), [(1, 1), (3, 1), (1, 2), (3, 2)])
 def test_tokens_are_as_stale_as_the_window_allows(tmp_path: Path, staleness: int, interval: int) -> None:
     window = [f"async_training.max_staleness={staleness}", f"async_training.trigger_parameter_sync_step={interval}"]
-    with closing(asynchronous(tmp_path, *REPEATABLE, *window)) as made:
+    with closing(asynchronous(tmp_path, *REPEATABLE, *window, "optim.lr=3e-2")) as made:
         for step in range(7):
             metrics = made.turn(pause=False)
             # The oldest weights that may sample for a step, among those that the workers get.
             oldest = max(0, -(-(step - staleness) // interval) * interval)
             assert metrics["staleness_mean"] == metrics["staleness_max"] == step - oldest <= staleness
+            # The ratio is to the policy that sampled.
+            assert (abs(float(metrics["ratio_mean"] or 0) - 1) > 1e-4) == (step > oldest)
             assert all(describe(name) is not None for name in metrics), metrics
 
 
