@@ -150,9 +150,24 @@ def _depths(config: SFTConfig | RLConfig, shape: ModelShape) -> tuple[int, int]:
 def _layout(config: SFTConfig | RLConfig) -> Layout:
     engine, distributed = config.engine, config.distributed
     ranks = 1 if config.launch == "local" else distributed.nnodes * distributed.nproc_per_node
+    if engine.strategy == "megatron":
+        sizes = engine.megatron
+        return Layout(
+            "megatron",
+            ranks,
+            tensor=sizes.tensor_model_parallel_size,
+            pipeline=sizes.pipeline_model_parallel_size,
+            context=sizes.context_parallel_size,
+            expert=sizes.expert_model_parallel_size,
+            sequence=sizes.sequence_parallel,
+            chunks=sizes.virtual_pipeline_model_parallel_size or 1,
+            state_cut=sizes.use_distributed_optimizer,
+        )
     shards = 1 if config.launch == "local" else engine.fsdp_size or ranks
     return Layout(ranks=ranks, shards=shards, reshard=engine.reshard_after_forward, offload=engine.cpu_offload)
 
 
 def _recompute(config: SFTConfig | RLConfig) -> bool:
+    if config.engine.strategy == "megatron":  # "selective" runs the attention's core again, which fused keeps little
+        return config.engine.megatron.recompute_granularity == "full"
     return config.engine.activation_recompute

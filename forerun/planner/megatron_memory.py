@@ -60,11 +60,13 @@ def _stage(run: TrainingRun, stage: int) -> Parts:
     trained_dense = run.train_trunk * dense + run.train_mtp * mtp_dense
     trained_experts = run.train_trunk * experts + run.train_mtp * mtp_experts
     state = 2 * _FLOAT32 + (_FLOAT32 if run.weight_bytes < _FLOAT32 else 0)
-    replicas = layout.data * layout.context
-    expert_replicas = max(1, layout.ranks // (layout.pipeline * layout.tensor * layout.expert))
+    replicas = layout.data * layout.context if layout.state_cut else 1
+    expert_replicas = max(1, replicas // layout.expert)
     weights = (dense + experts + mtp_dense + mtp_experts) * run.weight_bytes
 
-    in_flight = min(layout.pipeline - stage, run.rounds)
+    in_flight: float = min(layout.pipeline - stage, run.rounds)
+    if layout.chunks > 1:  # of the interleaved schedule, on the first stage (Narayanan et al. 2021, section 2.2)
+        in_flight *= 1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks)
     hidden = run.tokens * shape.hidden * run.compute_bytes
     kept = sum(_kept(run, layer) for layer in layers) * run.train_trunk
     again = max((_activations(run, layer) for layer in layers), default=0.0) if run.recompute else 0.0

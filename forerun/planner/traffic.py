@@ -69,7 +69,7 @@ def arithmetic_seconds(run: TrainingRun, hardware: Hardware, mtp: bool = True) -
     layout = run.layout
     of_one = flops(run, mtp=mtp) / run.micro_batches / (layout.tensor * layout.pipeline * layout.context)
     speed = hardware.peak("bfloat16" if run.compute_bytes < _FLOAT32 else "float32") * ARITHMETIC_SHARE
-    return (run.rounds + layout.pipeline - 1) * of_one / speed
+    return (run.rounds + (layout.pipeline - 1) / layout.chunks) * of_one / speed
 
 
 def _forward(layer: LayerShape, row_length: int) -> float:
@@ -136,14 +136,18 @@ def _megatron(run: TrainingRun) -> list[Traffic]:
         # An expert's own tensor-parallel ranks each take all of its tokens.
         found.append(Traffic("experts' inputs", moved * (tensor - 1), tensor, tensor))
     if layout.pipeline > 1:
-        found.append(Traffic("pipeline", rounds * 2 * hidden / (tensor if layout.sequence else 1), 2, layout.ranks))
+        found.append(
+            Traffic(
+                "pipeline", rounds * 2 * layout.chunks * hidden / (tensor if layout.sequence else 1), 2, layout.ranks
+            )
+        )
     dense = experts = 0.0
     for layer in layers:
         own = layer_parameters(run, layer)
         dense, experts = dense + own[0], experts + own[1]
     dense += shape.head / tensor
     replicas = layout.data * context
-    expert_replicas = max(1, layout.ranks // (layout.pipeline * tensor * expert))
+    expert_replicas = max(1, replicas // expert)
     # Gradients are scattered in float32 and weights gathered, once a step.
     shared = dense * (replicas - 1) / replicas + experts * (expert_replicas - 1) / expert_replicas
     found.append(Traffic("optimizer", (_FLOAT32 + run.weight_bytes) * shared, replicas, tensor * replicas))

@@ -24,6 +24,8 @@ class Layout:
         expert: megatron: ranks that the experts are dealt to, out of the data- and context-parallel ones; each expert
             is tensor-parallel as the rest is.
         sequence: megatron: norms take a share of the positions on each tensor-parallel rank.
+        chunks: megatron: chunks of layers on each pipeline rank (virtual pipeline).
+        state_cut: megatron: optimizer state is cut over the data-parallel ranks.
         reshard: torch: free a layer's gathered weights after its forward pass.
         offload: torch: weights, gradients and optimizer state lie in host memory.
     """
@@ -36,6 +38,8 @@ class Layout:
     context: int = 1
     expert: int = 1
     sequence: bool = True
+    chunks: int = 1
+    state_cut: bool = True
     reshard: bool = True
     offload: bool = False
 

@@ -77,6 +77,33 @@ def test_settings_reach_the_figures(capsys: pytest.CaptureFixture[str], sft: Pat
     assert [kind["what"] for kind in hsdp["traffic"]][-1] == "sum over replicas"
 
 
+def test_the_megatron_engine_s_settings_reach_the_figures(capsys: pytest.CaptureFixture[str], sft: Path) -> None:
+    def megatron(**settings: object) -> dict[str, Any]:
+        chosen = [f"engine.megatron.{name}={value}".lower() for name, value in settings.items()]
+        return answer(capsys, str(sft), "engine.strategy=megatron", *chosen)
+
+    def parts(found: dict[str, Any]) -> dict[str, float]:
+        return found["peaks"][0]["parts"]
+
+    plain = megatron()
+    weights = 36 * (4096 * 128 * 80 + 3 * 4096 * 11008) + 2 * 4096 * 151680
+    block = 4096 * 128 * 80 + 3 * 4096 * 11008 + 2 * 4096**2
+    assert plain["layout"] == "DP 8" and parts(plain)["weights"] == 2 * (weights + block)
+    assert parts(plain)["optimizer"] == 12 * (weights + block) / 8 and plain["loading_bytes"] == 0
+    assert parts(megatron(use_distributed_optimizer=False))["optimizer"] == 12 * (weights + block)
+    halves = megatron(tensor_model_parallel_size=2)
+    assert parts(halves)["weights"] == weights + block
+    trunk = "activations, trunk"
+    shared = parts(megatron(tensor_model_parallel_size=2, sequence_parallel=True))[trunk]
+    assert shared < parts(halves)[trunk] < parts(plain)[trunk]
+    assert parts(megatron(recompute_granularity="full"))[trunk] < parts(plain)[trunk] / 4
+    assert parts(megatron(context_parallel_size=2))[trunk] < parts(plain)[trunk]
+    deep = megatron(pipeline_model_parallel_size=4)
+    interleaved = megatron(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=3)
+    assert parts(interleaved)[trunk] > parts(deep)[trunk]
+    assert {kind["what"] for kind in deep["traffic"]} == {"pipeline", "optimizer"}
+
+
 def test_rollouts_count(capsys: pytest.CaptureFixture[str], sft: Path) -> None:
     rl = ["rollout.max_prompt_length=1024", "rollout.max_response_length=7168", "rollout.max_num_seqs=8"]
     found = answer(capsys, str(sft), *rl)
@@ -128,6 +155,7 @@ def test_fitting_leaves_room_for_what_is_not_a_tensor(sft: Path) -> None:
         (["{sft}", "rollout.temprature=1"], "did you mean rollout.temperature?"),
         (["{sft}", "micro_batch_size=64"], "micro_batch_size=64 is larger than train_batch_size=32"),
         (["{sft}", "engine.fsdp_size=3"], "8 ranks are no multiple of the 3"),
+        (["{sft}", "engine.megatron.tensor_model_parallel_size=2"], "engine.megatron is of engine.strategy=megatron"),
     ],
 )
 def test_unusable_input_is_one_line(
