@@ -52,7 +52,7 @@ def save(saver: Saver, directory: Path, given: Tensors, wait: bool) -> None:
 def be_rank(rank: int, run: Path, directory: Path, victim: int, instant: int) -> None:
     """Save the value 2 beside an update to 3. The victim dies at its instant, or says that there is none so late."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{run}.store", rank=rank, world_size=2, timeout=timedelta(seconds=20)
+        "gloo", init_method=f"file://{run}.store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
     mesh = DeviceMesh("cpu", [0, 1])
     given = tensors(2.0, mesh)
