@@ -83,6 +83,7 @@ def torch_engine(case: Case) -> TorchEngine:
 
 
 def megatron_engine(case: Case, checkpoint: CheckpointReader | None = None) -> Any:
+    install()
     from forerun.engines.megatron.engine import MegatronEngine, MegatronEngineConfig
     from forerun.engines.megatron.layout import ParallelLayout
     from forerun.engines.megatron.model import build_model
@@ -90,7 +91,6 @@ def megatron_engine(case: Case, checkpoint: CheckpointReader | None = None) -> A
     from forerun.engines.megatron.parallel import initialise
     from forerun.engines.megatron.weights import load_weights
 
-    install()
     layout = ParallelLayout(**case.layout)
     initialise(layout, seed=1)
     if checkpoint is None:

@@ -13,10 +13,13 @@ from forerun.engines.megatron.layout import ParallelLayout
 from forerun.errors import UsageError
 
 
+_layout: ParallelLayout | None = None  # of the groups that there are
+
+
 def initialise(layout: ParallelLayout, seed: int, timeout_s: float = 1800.0) -> None:
     """Divide the ranks of the default process group; one process without such a group is a group of its own.
 
-    Every rank calls it, before a model is built. Groups of an earlier call are replaced if they were of another layout.
+    Every rank calls it, before a model is built. Those of an earlier call stay, or are replaced if they are of another layout.
 
     Args:
         seed: of the random numbers of dropout, which differ between tensor-parallel ranks where they must.
@@ -29,7 +32,10 @@ def initialise(layout: ParallelLayout, seed: int, timeout_s: float = 1800.0) -> 
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s)
         )
+    global _layout
     layout.data_parallel_size(dist.get_world_size())
+    if parallel_state.model_parallel_is_initialized() and _layout == layout:
+        return
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     try:
@@ -44,4 +50,5 @@ def initialise(layout: ParallelLayout, seed: int, timeout_s: float = 1800.0) -> 
         )
     except RuntimeError as error:
         raise UsageError(f"megatron-core refuses this layout: {error}") from error
+    _layout = layout
     model_parallel_cuda_manual_seed(seed % 2**31)
