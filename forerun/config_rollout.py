@@ -25,7 +25,7 @@ _OF_STARTED = (
     "enforce_eager",
     "engine_kwargs",
 )
-_OUTSIDE = ("python", "base_url", "update_weights_bucket_megabytes", *_OF_STARTED)
+_OUTSIDE = ("python", "base_url", *_OF_STARTED)
 
 
 @dataclass
@@ -95,12 +95,22 @@ class RolloutConfig:
         return next((name for name in names if getattr(self, name) != getattr(unset, name)), None)
 
 
-def check_rollout(rollout: RolloutConfig, mtp: MTPConfig) -> None:
+def check_rollout(rollout: RolloutConfig, mtp: MTPConfig, *, on_ray: bool) -> None:
     """Check how responses are sampled against how they are drafted, and both against what the engine can do.
+
+    Args:
+        rollout: how responses are sampled.
+        mtp: how they are drafted.
+        on_ray: the engine is in a Ray actor.
 
     Raises:
         UsageError: names the setting.
     """
+    in_process = rollout.engine == "native" and not on_ray
+    if in_process and (unused := rollout._set_among(("update_weights_bucket_megabytes",))):
+        raise UsageError(
+            f"rollout.{unused} is of rollout.engine=vllm and sglang, and of rollout workers on Ray: unset it"
+        )
     if rollout.temperature == 0:
         raise UsageError("rollout.temperature=0 samples the same response every time: use a positive temperature")
     depth = mtp.speculative_num_steps if rollout.engine == "sglang" else mtp.num_speculative_tokens
