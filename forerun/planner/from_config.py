@@ -108,8 +108,9 @@ def job_of(config: SFTConfig | RLConfig, device: Device) -> Job:
         reference=config.algorithm.needs_reference,
     )
     drafts = config.mtp.enable_rollout
-    if config.rollout.base_url is not None:
-        return Job(run)
+    parallel = config.async_training
+    if config.rollout.base_url is not None or (parallel.enable and config.launch == "ray"):
+        return Job(run)  # what rolls out has devices of its own
     native = config.rollout.engine == "native"
     precision: Precision = shape.precision
     if config.rollout.dtype != "auto":
@@ -123,6 +124,8 @@ def job_of(config: SFTConfig | RLConfig, device: Device) -> Job:
         depths=depths if drafts else 0,
     )
     share = None if native else config.rollout.gpu_memory_utilization
+    if parallel.enable:  # it goes on while training
+        return Job(run, held, parallel.num_workers * held.total, share)
     return Job(run, held, held.weights if native else held.total, share)
 
 

@@ -116,6 +116,13 @@ def test_rollouts_count(capsys: pytest.CaptureFixture[str], sft: Path) -> None:
     assert peak(drafting) > peak(found)
     elsewhere = answer(capsys, str(sft), *rl, "rollout.engine=vllm", "rollout.base_url=http://127.0.0.1:8000")
     assert [phase["phase"] for phase in elsewhere["peaks"]] == ["forward and backward", "optimizer step"]
+    one = [*rl, "launch=local", "distributed.nproc_per_node=1"]
+    alone = answer(capsys, str(sft), *one)
+    beside = answer(capsys, str(sft), *one, "async_training.enable=true", "async_training.num_workers=2")
+    engine = alone["peaks"][-1]["parts"]["rollout engine"] + alone["peaks"][-1]["parts"]["rollout cache"]
+    assert beside["peaks"][0]["parts"]["rollout engine"] == 2 * engine  # they generate while it trains
+    ray = answer(capsys, str(sft), *one, "async_training.enable=true", "launch=ray")
+    assert "rollout engine" not in ray["peaks"][0]["parts"]
     reference = answer(capsys, str(sft), *rl, "algorithm.use_kl_loss=true")
     assert reference["peaks"][0]["parts"]["reference policy"] == reference["peaks"][0]["parts"]["weights"]
 
