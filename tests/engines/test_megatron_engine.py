@@ -5,6 +5,7 @@ Both compute in float32, so they agree up to its rounding.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from forerun.checkpoint.reader import CheckpointReader
 from forerun.config_algorithm import AlgorithmConfig
 from forerun.data.batch import Batch
 from forerun.data.packing import Document
+from forerun.engines.megatron.version import megatron_version
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import TrainingEngine, predicted_mask
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
@@ -119,6 +121,8 @@ def install() -> None:
         from tests.engines import megatron_cpu
 
         megatron_cpu.install()
+        wanted = os.environ.get("FORERUN_TEST_MEGATRON")  # of tests/oracles/test_megatron_newest_training.py
+        assert wanted in (None, "{}.{}".format(*megatron_version()))
         _installed = True
 
 

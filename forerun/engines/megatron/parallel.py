@@ -12,14 +12,13 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from forerun.engines.megatron.layout import ParallelLayout
 from forerun.errors import UsageError
 
-
 _layout: ParallelLayout | None = None  # of the groups that there are
 
 
 def initialise(layout: ParallelLayout, seed: int, timeout_s: float = 1800.0) -> None:
     """Divide the ranks of the default process group; one process without such a group is a group of its own.
 
-    Every rank calls it, before a model is built. Those of an earlier call stay, or are replaced if they are of another layout.
+    Every rank calls it, before a model is built. Groups of an earlier call stay, unless they are of another layout.
 
     Args:
         seed: of the random numbers of dropout, which differ between tensor-parallel ranks where they must.

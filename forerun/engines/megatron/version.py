@@ -34,23 +34,21 @@ def megatron_version() -> tuple[int, int]:
 
 def inner_layer_name() -> str:
     """The attribute of a MultiTokenPredictionLayer, and the part of its weights' names, that is its decoder layer."""
-    return "transformer_layer" if megatron_version() < (0, 18) else "mtp_model_layer"
+    return "transformer_layer" if megatron_version() < (0, 17) else "mtp_model_layer"
 
 
 def check_recompute(granularity: str | None) -> None:
-    """Refuse full recompute of the MTP block where megatron-core hands its layer the arguments in the wrong order.
+    """Refuse full recompute where megatron-core's MTP layer fails in it.
 
-    Between 0.17 and 0.18 the recomputed layer takes them by position, and a padding mask that was added to one of the
-    two signatures shifts those after it.
+    That is 0.18: the layer hands its own recomputation a padding mask that it does not take.
 
     Raises:
         UsageError
     """
-    version = megatron_version()
-    if granularity == "full" and TESTED[0] < version < TESTED[1]:
+    if granularity == "full" and megatron_version() == (0, 18):
         raise UsageError(
-            f"megatron-core {version[0]}.{version[1]} recomputes its MTP block with arguments in the wrong order: set "
-            "engine.megatron.recompute_granularity=selective, or install megatron-core 0.16 or 0.19"
+            "megatron-core 0.18 cannot recompute its MTP layers (TypeError: padding_mask): set "
+            "engine.megatron.recompute_granularity=selective, or install 0.16 or 0.19"
         )
 
 
