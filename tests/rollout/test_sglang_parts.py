@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from forerun.errors import ForerunError, UsageError
 from forerun.mtp.config import MTPConfig
@@ -26,8 +26,9 @@ from forerun.rollout.sglang.launch import LaunchSettings, launch, launch_argumen
 from forerun.rollout.sglang.payload import encode
 from forerun.rollout.sglang.sampling import sampled_log_probs
 from forerun.rollout.sglang.server import ServerFacts, end_tokens
-from forerun.rollout.sglang.weights import of_checkpoint
+from forerun.rollout.sglang.weights import ServedWeights as SGLangWeights
 from forerun.rollout.sync import digest
+from forerun.rollout.vllm.weights import ServedWeights as VLLMWeights
 from tests.rollout.sglang_server import read_bucket
 
 
@@ -255,7 +256,7 @@ def moe_checkpoint(path: Path) -> Path:
 
 
 def test_stacked_experts_are_sent_one_by_one_in_the_servers_dtype(tmp_path: Path) -> None:
-    served = of_checkpoint(moe_checkpoint(tmp_path / "model"), None)
+    served = SGLangWeights(moe_checkpoint(tmp_path / "model"), None)
     torch.manual_seed(1)
     given = [("model.embed_tokens.weight", torch.randn(5, 4)), ("model.layers.1.eh_proj.weight", torch.randn(4, 8))]
     for layer in (0, 1):
@@ -271,19 +272,41 @@ def test_stacked_experts_are_sent_one_by_one_in_the_servers_dtype(tmp_path: Path
     assert "model.layers.0.self_attn.q_proj.bias" not in stored and "model.layers.1.embed_tokens.weight" not in stored
     with pytest.raises(ForerunError, match=r"2 of the drafter's 7 weights are missing, first .*layers\.1.*down_proj"):
         served.as_stored(given[:-1])
-    drafter = [name for name, tensor in given if served.is_drafter(name, tensor)]
+    drafter = [name for name, tensor in given if served.is_drafter(name)]
     assert drafter == [given[1][0], given[4][0], given[5][0]]
     own = {name: tensor for name, tensor in stored.items() if name.startswith("model.layers.1.")}
     assert served.digest_of(stored.items()) == digest(own.items())
-    wide = of_checkpoint(tmp_path / "model", torch.float32)
+    wide = SGLangWeights(tmp_path / "model", torch.float32)
     assert dict(wide.as_stored(given))["model.embed_tokens.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("of", ["sglang", "vllm"])
+def test_what_only_files_hold_may_stay_away(of: str, tmp_path: Path) -> None:
+    """Rotary frequencies, which no model keeps, and the head of a model whose text section ties it."""
+    path = moe_checkpoint(tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    given = [(name, tensor) for name, tensor in tensors.items() if name != "model.layers.1.embed_tokens.weight"]
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path / "model.safetensors")
+    config = {"model_type": "glm4_moe", "num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    config["text_config"] = {**config, "tie_word_embeddings": True}
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    if of == "sglang":
+        sent = SGLangWeights(path, None).as_stored(given)
+        assert dict(sent).keys() == dict(given).keys()
+    else:
+        plan = VLLMWeights(path).plan(given)
+        assert dict([*plan.trunk, *plan.drafter]).keys() == tensors.keys() - {
+            next(n for n in tensors if "inv_freq" in n)
+        }
 
 
 def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
     path = moe_checkpoint(tmp_path / "model")
     save_file({"model.layers.0.w": torch.zeros(2, dtype=torch.float8_e4m3fn)}, path / "model.safetensors")
-    with pytest.raises(UsageError, match="in F8_E4M3: weights are sent to unquantised checkpoints alone"):
-        of_checkpoint(path, None)
+    with pytest.raises(UsageError, match=r"is quantised \(model.layers.0.w is F8_E4M3\)"):
+        SGLangWeights(path, None)
 
 
 def test_end_tokens_come_from_every_file(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from typing import Literal
 
 import torch
 
-from forerun.checkpoint.reader import CheckpointReader
 from forerun.errors import ForerunError, UsageError
 from forerun.families import text_section
 from forerun.mtp.config import MTPConfig
@@ -32,7 +31,7 @@ from forerun.rollout.sglang.sampling import why_not
 from forerun.rollout.sglang.server import end_tokens, read_facts
 from forerun.rollout.sglang.transport import Backend, Broadcast, InRequest, Transport
 from forerun.rollout.sglang.update import BrokeOff, send_update
-from forerun.rollout.sglang.weights import of_checkpoint
+from forerun.rollout.sglang.weights import ServedWeights
 from forerun.rollout.sync import Named, digest
 
 Way = Literal["request", "nccl", "gloo"]
@@ -88,9 +87,8 @@ class SGLangEngine:
             raise UsageError(
                 f"the SGLang server serves {str(path)!r}, which is no directory here: name its copy with checkpoint="
             )
-        config = text_section(CheckpointReader(path).config)
-        self.vocab_size = int(config["vocab_size"])
-        self.served = of_checkpoint(path, self.facts.dtype)
+        self.served = ServedWeights(path, self.facts.dtype)
+        self.vocab_size = int(text_section(self.served.config)["vocab_size"])
         self.ends = end_tokens(path)
         self.weight_version = 0
         self.dtype: torch.dtype | None = None
@@ -279,7 +277,7 @@ class SGLangEngine:
     def _remember_drafter(self, given: Sequence[Named], stored: Sequence[Named]) -> None:
         if self._checksums is None:
             return
-        trained = digest((name, tensor) for name, tensor in given if self.served.is_drafter(name, tensor))
+        trained = digest((name, tensor) for name, tensor in given if self.served.is_drafter(name))
         self._checksums.sent(self.served.digest_of(stored), trained)
 
     def drafter_digest(self) -> str | None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import UsageError
-from forerun.families import present_depth, text_section
+from forerun.families import text_section
 from forerun.models import configuration_mimo
-from forerun.rollout.vllm.weights import ServedWeights
+from forerun.rollout.served import ServedFiles
 
 # Arguments of EngineArgs that are not for `engine_kwargs` of an RL run, and what decides them.
 SET_BY_FORERUN = {
@@ -82,9 +82,9 @@ def engine_arguments(model_dir: str | Path, settings: LaunchSettings) -> dict[st
         UsageError: the checkpoint is none that vLLM can draft with, or brings code that nobody vouched for.
     """
     model_dir = Path(model_dir).resolve()
-    served = ServedWeights(model_dir)
+    served = ServedFiles(model_dir)
     drafts = settings.num_speculative_tokens > 0
-    if drafts and present_depth(served.family, served.config, set(served.shapes)) == 0:
+    if drafts and served.depth == 0:
         raise UsageError(f"{model_dir} carries no MTP block: launch it with num_speculative_tokens=0")
     if drafts and not served.family.model_types:
         raise UsageError(

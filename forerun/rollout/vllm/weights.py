@@ -1,28 +1,17 @@
-"""The trainer's weights under the names of the checkpoint that vLLM serves: a plan, checked before anything is sent.
-
-The two differ in this: the trainer holds experts stacked and files hold them apart; a file may hold the embedding or
-the LM head once more for the block; and `forerun convert` gives biases of zeros to a trunk that has none.
-"""
+"""A weight update in the terms of the checkpoint that vLLM serves: a plan, checked before anything is sent."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from forerun.checkpoint.reader import CheckpointReader
-from forerun.errors import ForerunError, UsageError
-from forerun.families import family_of, present_depth, trunk_layers
-from forerun.rollout.served import split_experts
+from forerun.errors import ForerunError
+from forerun.rollout.served import ServedFiles, split_experts
 from forerun.rollout.sync import Named, check_complete
-
-_DTYPES = {"F64", "F32", "F16", "BF16"}
-_UNREAD = ".rotary_emb.inv_freq"
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Plan(NamedTuple):
@@ -37,44 +26,8 @@ class Plan(NamedTuple):
     biased: bool
 
 
-class ServedWeights:
-    """What a served checkpoint holds, from its headers.
-
-    Args:
-        path: its directory.
-
-    Raises:
-        UsageError: it cannot be read, or is quantised.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        reader = CheckpointReader(path)
-        headers = {name: header for shard in reader.shards for name, header in reader.headers(shard).items()}
-        self.shapes = {name: header.shape for name, header in headers.items() if not name.endswith(_UNREAD)}
-        if quantised := sorted(name for name in self.shapes if headers[name].dtype not in _DTYPES):
-            raise UsageError(
-                f"{path} is quantised ({quantised[0]} is {headers[quantised[0]].dtype}): serve it in bfloat16"
-            )
-        self.config = reader.config
-        self.family = family_of(reader.config)
-        self._layers = trunk_layers(reader.config)
-        self._depth = present_depth(self.family, reader.config, set(self.shapes))
-        self._copies = {
-            self.family.duplicate_name(copy, k, self._layers): _EMBEDDING if copy.of == "embedding" else _HEAD
-            for k in range(self._depth)
-            for copy in self.family.duplicates
-        }
-        tied = reader.config.get("tie_word_embeddings") is True
-        if tied:
-            self._copies = {name: _EMBEDDING for name in self._copies} | {_HEAD: _EMBEDDING}
-        self._copies = {name: of for name, of in self._copies.items() if name in self.shapes}
-        self._zero_biases = {
-            name for name in self.shapes if name.endswith(".bias") and not bool(reader.tensor(name).any())
-        }
-
-    def is_drafter(self, name: str) -> bool:
-        """Whether a weight belongs to the MTP block, by its name in the checkpoint or at the trainer."""
-        return self.family.owns(name, self._depth, self._layers)
+class ServedWeights(ServedFiles):
+    """What a served checkpoint holds, and how an update becomes that."""
 
     def plan(self, given: Sequence[Named]) -> Plan:
         """Check an update as a whole.
@@ -87,7 +40,7 @@ class ServedWeights:
         """
         pieces = list(split_experts(given, self.family, self.shapes))
         sent = dict(pieces)
-        biased = bool(self._zero_biases & sent.keys())
+        biased = bool(self.zero_biases & sent.keys())
         lent = list(self._lent(pieces, sent))
         needed = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
         drafters = [name for name in self.shapes if self.is_drafter(name)]
@@ -103,9 +56,9 @@ class ServedWeights:
         for name, tensor in pieces:
             yield name, tensor
             bias = name.removesuffix(".weight") + ".bias"
-            if bias != name and bias in self._zero_biases and bias not in sent:
+            if bias != name and bias in self.zero_biases and bias not in sent:
                 yield bias, tensor.new_zeros(self.shapes[bias])
-        for name, of in self._copies.items():
+        for name, of in self.copies.items():
             if name not in sent and of in sent:
                 yield name, sent[of]
 
@@ -118,7 +71,7 @@ class ServedWeights:
         stacked: dict[str, int] = {}  # name -> how many experts
         layout = []
         for name, shape in self.shapes.items():
-            if not self.is_drafter(name) or name in self._copies or (name in self._zero_biases and not biased):
+            if not self.is_drafter(name) or name in self.copies or (name in self.zero_biases and not biased):
                 continue
             if (expert := self._expert(name)) is not None:
                 stacked[expert[0]] = max(stacked.get(expert[0], 0), expert[1] + 1)
