@@ -82,6 +82,11 @@ def refusals(folder: Path) -> dict[str, str]:
     def load(changed: Mapping[str, Tensor] | CheckpointReader) -> None:
         load_weights(build_model(glm, mtp, one), changed if isinstance(changed, CheckpointReader) else changed.items())
 
+    def load_mimo(changed: Mapping[str, Tensor]) -> None:
+        theirs = CheckpointReader(folder / "mimo")
+        given = {key: theirs.tensor(key) for key in theirs.tensor_names} | changed
+        load_weights(build_model(mimo, mtp, one), given.items())
+
     copied = folder / "glm4_moe-with-a-copy"
     copied.mkdir()
     (copied / "config.json").write_text(json.dumps(glm))
@@ -101,6 +106,7 @@ def refusals(folder: Path) -> dict[str, str]:
         "shape": lambda: load(weights | {name: weights[name][:-2]}),
         "unknown": lambda: load(weights | {"model.layers.1.self_attn.sinks": torch.ones(2)}),
         "quantised": lambda: load(weights | {name: weights[name].to(torch.float8_e4m3fn)}),
+        "zero norm": lambda: load_mimo({"model.norm.weight": torch.zeros(16)}),
         "copy": lambda: load(CheckpointReader(copied)),
     }
     said = {}

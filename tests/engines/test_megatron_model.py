@@ -55,6 +55,7 @@ REFUSALS = {
     "shape": "UsageError: model.layers.1.self_attn.q_proj.weight has shape (14, 16), (16, 16), (16, 16), which config",
     "unknown": "UsageError: model.layers.1.self_attn.sinks has no place in megatron-core's GPTModel",
     "quantised": "UsageError: model.layers.1.self_attn.q_proj.weight is quantised (torch.float8_e4m3fn)",
+    "zero norm": "UsageError: the trunk's final norm has a zero weight",
     "copy": "UsageError: model.layers.2.shared_head.head.weight differs from lm_head.weight",
 }
 

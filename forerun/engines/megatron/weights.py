@@ -60,6 +60,13 @@ def load_weights(chunks: Sequence[nn.Module], source: CheckpointReader | Iterabl
         there = pending.get(entry.megatron, {})
         missing = next(name for name in entry.hugging_face if name not in there)
         raise UsageError(f"{missing} is missing ({len(left)} weights in all): restore it, or correct config.json")
+    if blueprint.depths and blueprint.family.trunk_hidden == "pre_norm":
+        for place in holding.tensors.get("decoder.final_layernorm.weight", ()):
+            if not bool(place.tensor.all()):
+                raise UsageError(
+                    "the trunk's final norm has a zero weight: this family's MTP block reads the hidden before that "
+                    "norm, which cannot be told from what comes after it"
+                )
 
 
 def named_weights(chunks: Sequence[nn.Module], *, split_experts: bool = False) -> Iterator[Named]:
