@@ -55,6 +55,8 @@ def prune_checkpoints(run_dir: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints (at least one stays; 0 keeps all). For one rank."""
     if keep < 1:
         return
+    for leftover in run_dir.glob(".checkpoint-*.deleted"):  # of a run that was killed while it deleted
+        shutil.rmtree(leftover, ignore_errors=True)
     for path in checkpoints(run_dir)[:-keep]:
         # Renamed first, so that a kill in the middle leaves nothing that looks like a checkpoint.
         doomed = path.with_name(f".{path.name}.deleted")

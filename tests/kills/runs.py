@@ -3,7 +3,7 @@ nobody touches.
 
 After every kill, and at the end: the newest checkpoint is no older than it was, every checkpoint holds what the
 untouched run had saved at that step, and no process of the killed run is left. At the end the exported model and all
-logged figures are the untouched run's, to the bit.
+logged figures are the untouched run's, to the bit, and nothing is left of what a kill cut short.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ def kill_and_compare(kind: Kind, place: Path, kills: int, steps: int, seed: int 
         assert _run(kind, config, run, keep=2) == 0, _log(run)
         _compare_checkpoints(run, untouched, tally)
         _compare(run / "model", untouched / "model")
+        left = [name for name in os.listdir(run) if name.startswith(".")]
+        assert not left, f"{run}: {left} of a killed save or deletion are still there"
         assert _figures(run) == _figures(untouched), f"{run}: metrics.jsonl differs"
     return tally
 

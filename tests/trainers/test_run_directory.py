@@ -9,7 +9,7 @@ import pytest
 
 from forerun.config import SFTConfig
 from forerun.config_file import load_config
-from forerun.engines.checkpoint_directory import checkpoints, whole_directory
+from forerun.engines.checkpoint_directory import STATE_FILE, checkpoints, prune_checkpoints, whole_directory
 from forerun.errors import ForerunError, UsageError
 from forerun.trainers.sft import SFTTrainer
 
@@ -74,3 +74,11 @@ def test_what_a_killed_save_left_is_cleared_by_the_next(tmp_path: Path) -> None:
         (unfinished / "done").write_text("whole")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
     assert [path.name for path in (tmp_path / "checkpoint-4").iterdir()] == ["done"]
+
+
+def test_what_a_killed_deletion_left_goes_with_the_next(tmp_path: Path) -> None:
+    for name in (".checkpoint-1.deleted", "checkpoint-2", "checkpoint-3"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / STATE_FILE).write_text("{}")
+    prune_checkpoints(tmp_path, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
