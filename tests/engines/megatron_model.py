@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -118,6 +119,24 @@ def refusals(folder: Path) -> dict[str, str]:
     return said
 
 
+def most_held(folder: Path) -> dict[str, int]:
+    """Of a checkpoint's tensors that are handed over one by one, how many live at once; and how many there are."""
+    reader = CheckpointReader(folder / "glm4_moe")
+    alive: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        nonlocal most
+        for name in sorted(reader.tensor_names):
+            tensor = reader.tensor(name)
+            alive.append(weakref.ref(tensor))
+            most = max(most, sum(reference() is not None for reference in alive))
+            yield name, tensor
+
+    load_weights(build_model(reader.config, MTPConfig(enable=True), ParallelLayout()), tensors())
+    return {"most": most, "all": len(alive)}
+
+
 def work(folder: Path, name: str, settings: dict[str, Any]) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     layout = ParallelLayout(**settings["layout"])
@@ -129,6 +148,7 @@ def work(folder: Path, name: str, settings: dict[str, Any]) -> None:
     )
     random.model_parallel_cuda_manual_seed(1)
     if settings.get("refusals"):
+        (folder / "held.json").write_text(json.dumps(most_held(folder)))
         (folder / "refusals.json").write_text(json.dumps(refusals(folder)))
     rows = load_file(folder / "rows.safetensors")["input_ids"]
     for case in settings["cases"]:

@@ -41,6 +41,12 @@ def test_logits_and_gradients_of_trunk_and_depths(folder: Path, layout: str, cas
     check_computed(folder, layout, case)
 
 
+def test_weights_pass_one_by_one(folder: Path) -> None:
+    held = json.loads((folder / "held.json").read_text())
+    # Of an attention, weights and biases of keys and queries wait for the values'.
+    assert held["most"] <= 6 and held["all"] > 50, held
+
+
 REFUSALS = {
     "no depth": "UsageError: config.json declares no MTP layers (num_nextn_predict_layers): attach a block",
     "two repeated": "UsageError: mtp.repeat_layer=true repeats one layer, and the model has 2",
