@@ -43,7 +43,7 @@ def test_logits_and_gradients_of_trunk_and_depths(folder: Path, layout: str, cas
 
 def test_weights_pass_one_by_one(folder: Path) -> None:
     held = json.loads((folder / "held.json").read_text())
-    # Of an attention, weights and biases of keys and queries wait for the values'.
+    # Of an attention, weights and biases of keys and queries wait for those of the values.
     assert held["most"] <= 6 and held["all"] > 50, held
 
 
