@@ -83,7 +83,7 @@ def connected(address: str | None, cpus: int) -> Iterator[Any]:
     try:
         try:
             ray.init(**settings)
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # Ray raises bare ones, too
             where = "does not start" if address is None else f"at distributed.ray_address={address} cannot be used"
             raise ForerunError(f"Ray {where}: {one_line(error)}") from error
         yield ray

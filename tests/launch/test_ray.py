@@ -36,8 +36,8 @@ from forerun.trainers.ray_workers import ray_workers
 from forerun.trainers.sft import SFTTrainer
 from tests.kills.runs import write_run
 
-LIMIT_S = 120
-TWO = DistributedConfig(nproc_per_node=2, timeout_s=60)
+LIMIT_S = 240
+TWO = DistributedConfig(nproc_per_node=2, timeout_s=300)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from forerun.rollout.workers import RolloutWorker, WorkerLostError
 from tests.rollout.tiny import carrier, prompts, requests
 
 # A bucket holds a few of the tiny model's tensors.
-SETTINGS = RayWorkerSettings(capacity=4, bucket_bytes=8192, start_timeout_s=120, timeout_s=60)
+SETTINGS = RayWorkerSettings(capacity=4, bucket_bytes=8192, start_timeout_s=300, timeout_s=60)
 
 
 @pytest.fixture(scope="module")
