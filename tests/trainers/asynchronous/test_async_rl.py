@@ -206,9 +206,13 @@ def test_a_worker_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
     assert replaced == ["mortal"]
 
 
-def test_dynamic_sampling_trains_on_whole_batches_of_informative_groups(tmp_path: Path) -> None:
-    more = [*ASYNC, "algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=3"]
-    with closing(asynchronous(tmp_path, *more, "rollout.n=2", "async_training.max_staleness=2")) as made:
+FILTER = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=10"]
+
+
+@pytest.mark.parametrize("mode", [ASYNC, REPEATABLE], ids=["by time", "repeatable"])
+def test_dynamic_sampling_trains_on_whole_batches_of_informative_groups(tmp_path: Path, mode: list[str]) -> None:
+    window = ["rollout.n=2", "async_training.max_staleness=2"]
+    with closing(asynchronous(tmp_path, *mode, *FILTER, *window)) as made:
         drawn = 0
         for _ in range(4):
             metrics = made.turn(pause=False)
@@ -219,11 +223,13 @@ def test_dynamic_sampling_trains_on_whole_batches_of_informative_groups(tmp_path
             drawn += round(4 * float(metrics["num_gen_batches"] or 0))
         assert drawn > 16  # some groups were dropped
 
+
+def test_rewards_that_teach_nothing_end_the_run(tmp_path: Path) -> None:
     class Same:
         def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
             return [RewardResult(1.0)] * len(requests)
 
-    hopeless = asynchronous(tmp_path, *more, reward=Same())
+    hopeless = asynchronous(tmp_path, *ASYNC, *FILTER, reward=Same())
     with closing(hopeless), pytest.raises(ForerunError, match=r"step 1: \d+ groups in a row had nothing to learn"):
         hopeless.turn(pause=False)
 
@@ -231,7 +237,7 @@ def test_dynamic_sampling_trains_on_whole_batches_of_informative_groups(tmp_path
         def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
             return [RewardResult(0.0, "exception", "ZeroDivisionError")] * len(requests)
 
-    for change in (more, ASYNC):
+    for change in ([*ASYNC, *FILTER], ASYNC):
         broken = asynchronous(tmp_path, *change, reward=Fails())
         with closing(broken), pytest.raises(ForerunError, match="reward failed on all"):
             broken.turn(pause=False)
