@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from forerun.engines.checkpoint_directory import checkpoints
+from forerun.engines.checkpoint_directory import checkpoints, whole_directory
 from forerun.engines.ranks import RankGroup
 from forerun.engines.saving import Saver, Tensors
 from forerun.engines.tensor_shards import SavedTensors, write_tensors
@@ -289,6 +289,23 @@ def test_a_full_disk_on_one_rank_is_said_on_all_and_loses_nothing(wait: bool, pa
         assert "checkpoint-2: no space left on device; free some space" in line and "\n" not in line
         assert kept == ["checkpoint-1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2"]
+
+
+def rank_gives_up(group: dist.ProcessGroup, directory: Path) -> str:
+    """Rank 1's disk is full for a file that it writes without a word to the other."""
+    members = RankGroup(DeviceMesh.from_group(group, "cpu", mesh=[0, 1]))
+    try:
+        with whole_directory(directory, members) as unfinished:
+            (Path("/dev/full") if members.rank == 1 else unfinished / "part").write_text("part")
+    except ForerunError as error:
+        return str(error)
+    return ""
+
+
+def test_a_directory_gets_its_name_only_when_all_ranks_have_written(pair: Ranks, tmp_path: Path) -> None:
+    said = pair.run(rank_gives_up, [tmp_path / "checkpoint-1"] * 2)
+    assert said[0] == f"rank 1: {said[1]}" and "no space left on device; free some space" in said[1]
+    assert list(tmp_path.iterdir()) == []
 
 
 def rank_blocked(group: dist.ProcessGroup, run: Path) -> list[str]:
