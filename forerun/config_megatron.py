@@ -41,8 +41,3 @@ class MegatronConfig:
             self.layout()
         except UsageError as error:
             raise UsageError(f"{prefix}{error}") from None
-        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise UsageError(
-                f"{prefix}sequence_parallel=true divides what {prefix}tensor_model_parallel_size=1 leaves whole: "
-                "unset it, or raise that"
-            )
