@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A tiny model of `tests.families.tiny` with changes to its configuration, and its MTP block."""
+    """A tiny model of `tests.families.tiny` with changes to its configuration, and its MTP block; depths=0 is none."""
 
     trunk: str
     changes: dict[str, Any] = field(default_factory=dict)
@@ -36,6 +36,8 @@ class Checkpoint:
     repeated: bool = False
 
     def mtp(self) -> MTPConfig:
+        if self.depths == 0:
+            return MTPConfig()
         return MTPConfig(enable=True, num_layers=self.depths, repeat_layer=self.repeated)
 
 
@@ -67,10 +69,11 @@ CASES: dict[str, Checkpoint] = {
     "deepseek_v3-yarn": Checkpoint("deepseek_v3", {"q_lora_rank": None, "rope_parameters": _YARN}),
     "deepseek_v3-repeated": Checkpoint("deepseek_v3", depths=2, repeated=True),
     "glm4_moe-bfloat16": Checkpoint("glm4_moe"),
+    "no-block-tied": Checkpoint("attached", {"tie_word_embeddings": True}, depths=0),
 }
 # Layout -> ranks, sizes, checkpoints.
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {"ranks": 1, "layout": {}, "cases": list(CASES), "refusals": True},
+    "one": {"ranks": 1, "layout": {}, "cases": [case for case, made in CASES.items() if made.depths], "refusals": True},
     "tp2": {"ranks": 2, "layout": {"tensor_model_parallel_size": 2}, "cases": ["llama-tied", "mimo"]},
     "tp2-sp": {
         "ranks": 2,
@@ -80,7 +83,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {
         "ranks": 2,
         "layout": {"pipeline_model_parallel_size": 2},
-        "cases": ["llama-tied", "mimo", "deepseek_v3", "glm4_moe-bfloat16"],
+        "cases": ["llama-tied", "mimo", "deepseek_v3", "glm4_moe-bfloat16", "no-block-tied"],
     },
     "pp2-vp2": {
         "ranks": 2,
@@ -115,7 +118,8 @@ def computed(layouts: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
     return [(a, b) for a, b in built(layouts) if "pp" not in a and not b.endswith("bfloat16")]
 
 
-def carrier(case: str) -> MTPCarrier:
+def checkpoint_model(case: str) -> PreTrainedModel:
+    """The model of a checkpoint, in transformers."""
     made = CASES[case]
     dtype = torch.bfloat16 if case.endswith("bfloat16") else torch.float32
     if made.trunk == "qwen3":
@@ -123,7 +127,8 @@ def carrier(case: str) -> MTPCarrier:
         model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**TRUNKS["attached"][1], head_dim=8, **made.changes))
     else:
         model = tiny_trunk(made.trunk, dtype=dtype, **made.changes)
-    forerun.attach(model, made.mtp(), init="plain", family=MIMO if made.trunk == "mimo" else None)
+    if made.depths:
+        forerun.attach(model, made.mtp(), init="plain", family=MIMO if made.trunk == "mimo" else None)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.data = buffer.data.float()  # as transformers and files have it, whatever the weights are
@@ -134,7 +139,6 @@ def carrier(case: str) -> MTPCarrier:
             if tensor.dim() == 1:
                 noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
                 tensor.copy_(1 + 0.3 * noise if "norm" in name else 0.3 * noise)
-    assert isinstance(model, MTPCarrier)
     return model.eval()
 
 
@@ -156,7 +160,7 @@ def run(folder: Path, layouts: Mapping[str, Any], packages: Path | None = None) 
         packages: a directory whose megatron-core takes the place of the installed one.
     """
     for case in {case for _, case in built(layouts)}:
-        carrier(case).save_pretrained(folder / case)
+        checkpoint_model(case).save_pretrained(folder / case)
     save_file({"input_ids": rows()}, folder / "rows.safetensors")
     (folder / "settings.json").write_text(json.dumps(layouts))
     path = os.pathsep.join(str(place) for place in (packages, ROOT) if place is not None)
@@ -183,7 +187,7 @@ def check_files(folder: Path, layout: str, case: str) -> None:
 
 def check_named(folder: Path, layout: str, case: str) -> None:
     """The names are those of the torch engine, and what lies under them is the same."""
-    ours, theirs = dict(named_weights(carrier(case))), load_file(folder / f"{layout}-{case}/named.safetensors")
+    ours, theirs = dict(named_weights(checkpoint_model(case))), load_file(folder / f"{layout}-{case}/named.safetensors")
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
@@ -191,7 +195,8 @@ def check_named(folder: Path, layout: str, case: str) -> None:
 
 def check_computed(folder: Path, layout: str, case: str) -> None:
     """Logits of the trunk and every depth, and the gradients of all parameters, are transformers' up to rounding."""
-    found, model, input_ids = load_file(folder / f"{layout}-{case}/logits.safetensors"), carrier(case), rows()
+    found, model, input_ids = load_file(folder / f"{layout}-{case}/logits.safetensors"), checkpoint_model(case), rows()
+    assert isinstance(model, MTPCarrier)
     hidden = base_model(model)(input_ids=input_ids, use_cache=False).last_hidden_state
     positions = torch.arange(input_ids.shape[1])[None].expand_as(input_ids)
     inputs = decoder_inputs(model, hidden, positions)
