@@ -199,6 +199,7 @@ def test_every_response_is_trained_on_once_in_order_and_no_older_than_allowed(
                 assert all(0 <= step - version <= staleness for version in completion.weight_versions)
                 assert completion.weight_versions == sorted(completion.weight_versions)
                 count = len(completion.token_ids)
+                assert len(completion.weight_versions) == count
                 assert completion.log_probs == [-1.0 / (token + 1) for token in completion.token_ids]
                 assert completion.accepted_draft == [token % 2 == 0 for token in completion.token_ids]
                 assert (completion.spec_num_draft_tokens, completion.accepted_per_depth) == (2 * count, [count])
