@@ -103,6 +103,8 @@ class EngineConfig:
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
     # Free a layer's gathered weights after its forward pass, and gather them again for the backward pass.
     reshard_after_forward: bool = True
+    # Consecutive ranks that share each row's tokens, for rows too long for one of them.
+    context_parallel_size: int = bounded(1, ge=1)
     # CUDA only: keep shards, gradients and optimizer state in host memory, and update them there.
     cpu_offload: bool = False
 

@@ -17,7 +17,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from forerun.data.batch import Batch
+from forerun.engines.context_parallel import Rows, gather_in_attention
 from forerun.engines.ranks import RankGroup
+from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier
 from forerun.models.trunk import base_model
 
@@ -32,6 +35,7 @@ class ShardingConfig:
         param_dtype: precision that weights are gathered and computed in; None is their own.
         reduce_dtype: precision that gradients are summed in; None is the gradients' own.
         reshard_after_forward: free a layer's gathered weights after its forward and gather them again in backward.
+        context_parallel_size: consecutive ranks that share each row's tokens, see `engines.context_parallel`.
         cpu_offload: keep shards, gradients and optimizer state in host memory, and update them there.
     """
 
@@ -39,6 +43,7 @@ class ShardingConfig:
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
     reshard_after_forward: bool = True
     cpu_offload: bool = False
+    context_parallel_size: int = 1
 
 
 class _Runner(nn.Module):
@@ -61,7 +66,16 @@ class DataParallel(RankGroup):
     Args:
         model: the same weights on every rank; its parameters become shards, in place.
         mesh: one dimension shards over all its ranks; two are (replicas, shards), HSDP. None: one process.
-        sharding: precision, what is gathered when.
+        sharding: precision, what is gathered when, and how many ranks share a row.
+
+    Attributes:
+        data: the ranks that share a step's micro-batches, seen from this one: all of them, or one of each
+            context-parallel group.
+        rows: makes of a micro-batch what this rank holds of it.
+        speaks: whether what a context-parallel group has in common is this rank's to report.
+
+    Raises:
+        UsageError: a trunk that context parallelism does not cover.
     """
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, sharding: ShardingConfig) -> None:
@@ -70,8 +84,17 @@ class DataParallel(RankGroup):
         # Where it computes, which need not be where its shards lie; None without shards: where the weights are.
         self.device: torch.device | None = None
         if mesh is not None:
-            index = torch.cuda.current_device() if mesh.device_type == "cuda" else None
-            self.device = torch.device(mesh.device_type, index)
+            cuda = mesh.device_type == "cuda"
+            self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(mesh.device_type)
+        self.data: RankGroup = self
+        self.rows: Callable[[Batch], Rows] = Rows
+        self.speaks = True
+        if sharding.context_parallel_size > 1:
+            size = sharding.context_parallel_size
+            if self.size % size:
+                raise UsageError(f"context_parallel_size={size} must divide the number of ranks, {self.size}")
+            context, self.data = self.split(size)
+            self.rows, self.speaks = gather_in_attention(model, context), context.rank == 0
         self._running = False
         self._runner = _Runner(model)
         if mesh is not None:

@@ -48,6 +48,24 @@ class RankGroup:
             same._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         return same
 
+    def split(self, size: int) -> tuple[RankGroup, RankGroup]:
+        """The `size` consecutive ranks that this one is among, and the ranks in its place among theirs.
+
+        These are all ranks of the default group, and every one of them calls it at the same point.
+        """
+        ranks = [0] if self._group is None else dist.get_process_group_ranks(self._group)
+        together = [ranks[start : start + size] for start in range(0, self.size, size)]
+        return self._among(together), self._among([ranks[place::size] for place in range(size)])
+
+    def _among(self, parts: Sequence[Sequence[int]]) -> RankGroup:
+        """A group for each part, of which this rank sees its own."""
+        own = RankGroup()
+        for part in parts:
+            group = dist.new_group(list(part))
+            if dist.get_rank() in part:
+                own.rank, own.size, own._group = list(part).index(dist.get_rank()), len(part), group
+        return own
+
     def deal(self, items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
         """This rank's items, each with whether it counts.
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from forerun.data.batch import Batch
+from forerun.engines.context_parallel import Rows
 from forerun.engines.data_parallel import DataParallel, ShardingConfig, whole
 from forerun.engines.hidden_cache import HiddenCache
 from forerun.engines.optimizer import (
@@ -28,7 +29,7 @@ from forerun.engines.optimizer import (
     clip_gradients,
     learning_rates,
 )
-from forerun.engines.protocol import LossFn, NonFiniteError, merge_metrics, predicted_mask
+from forerun.engines.protocol import LossFn, NonFiniteError, merge_metrics
 from forerun.engines.ranks import RankGroup
 from forerun.engines.saving import Saver, Tensors
 from forerun.engines.state import (
@@ -46,7 +47,7 @@ from forerun.models.training import MTPOutput, mtp_forward
 from forerun.models.trunk import base_model, project
 from forerun.mtp.config import MTPConfig
 from forerun.mtp.losses import chunked_log_probs
-from forerun.mtp.shift import depth_counts
+from forerun.mtp.shift import LookAhead, depth_counts, look_ahead_in_rows
 from forerun.mtp.stats import MTPStats
 from forerun.report.atomic import failures
 
@@ -102,8 +103,10 @@ def default_mtp_loss(
     temperature: float = 1.0,
     compare_with_trunk: bool = False,
     vocabulary: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    look_ahead: LookAhead = look_ahead_in_rows,
 ) -> MTPOutput:
-    """The objective that the model's own MTPConfig describes; `vocabulary` as in `models.training.mtp_forward`."""
+    """The objective that the model's own MTPConfig describes; the last three as in `models.training.mtp_forward`."""
     return mtp_forward(
         model,
         hidden_states,
@@ -115,6 +118,8 @@ def default_mtp_loss(
         temperature=temperature,
         compare_with_trunk=compare_with_trunk,
         vocabulary=vocabulary,
+        attention_mask=attention_mask,
+        look_ahead=look_ahead,
     )
 
 
@@ -152,6 +157,8 @@ class TorchEngine:
             raise UsageError("trunk hiddens can only be cached while the trunk is frozen: set train_trunk=false")
         if hidden_cache is not None and mesh is not None:
             raise UsageError("trunk hiddens cannot be cached on several ranks, which would not all run the trunk then")
+        if mtp_loss is not default_mtp_loss and self.config.sharding.context_parallel_size > 1:
+            raise UsageError("an MTP loss of your own sees whole rows: set context_parallel_size=1")
         self.ranks = DataParallel(model, mesh, self.config.sharding)
         self.groups = ParameterGroups.of(model, self.config.train_trunk, self.train_mtp)
         self.optimizer, self.scheduler = build_optimizer(self.groups, self.config.optimizer)
@@ -177,7 +184,7 @@ class TorchEngine:
         counts = self._depth_counts(batches)
         metrics: dict[str, float] = {}
         stats: MTPStats | None = None
-        for batch, own in self.ranks.deal(batches):
+        for batch, own in self.ranks.data.deal(batches):
             batch = batch.to(self.device)
             total, figures, mtp = self.ranks.run(
                 partial(self._losses, batch, loss_fn if own else _no_loss, counts, temperature)
@@ -205,20 +212,21 @@ class TorchEngine:
         losses: list[Tensor] = []
         metrics: dict[str, float] = {}
         stats = None
+        rows = self.ranks.rows(batch)
         with self._autocast():
-            hidden_states = self._trunk_hidden_states(batch) if not self.config.train_trunk else self._run_trunk(batch)
+            hidden_states = self._trunk_hidden_states(rows) if not self.config.train_trunk else self._run_trunk(rows)
             if self.train_mtp:
-                assert isinstance(self.model, MTPCarrier)
-                mtp = self.mtp_loss(self.model, hidden_states, batch, counts, temperature=temperature)
+                mtp = self._mtp(hidden_states, rows, counts, temperature=temperature)
                 losses.append(mtp.loss)
                 merge_metrics(metrics, {"mtp_loss": mtp.loss.detach()})
                 stats = mtp.stats
             if self.config.train_trunk:
-                log_probs, entropy = self._log_probs(hidden_states, batch, temperature)
+                log_probs, entropy = self._log_probs(hidden_states, batch, rows, temperature)
                 loss, loss_metrics = loss_fn(log_probs, batch)
                 losses.append(loss)
-                merge_metrics(metrics, {"loss": loss.detach(), "entropy_sum": entropy.sum(), **loss_metrics})
-                merge_metrics(metrics, {"target_count": float(batch.num_targets)})
+                if self.ranks.speaks:
+                    merge_metrics(metrics, {"loss": loss.detach(), "entropy_sum": entropy.sum(), **loss_metrics})
+                    merge_metrics(metrics, {"target_count": float(batch.num_targets)})
         # Grafting is for trainers that see only their own loss. This one holds both, and their sum has the same
         # gradient.
         return torch.stack([loss.float() for loss in losses]).sum(), metrics, stats
@@ -274,45 +282,60 @@ class TorchEngine:
     def trunk_hidden_states(self, batch: Batch) -> Tensor:
         """The trunk's hiddens [B, S, d] as its LM head takes them, without a graph; from the cache, if there is one."""
         batch = batch.to(self.device)
+        rows = self.ranks.rows(batch)
         with self._autocast():
-            return self.ranks.run(lambda: self._trunk_hidden_states(batch))
+            return rows.whole(self.ranks.run(lambda: self._trunk_hidden_states(rows)))
 
     @torch.no_grad()
-    def _trunk_hidden_states(self, batch: Batch) -> Tensor:
+    def _trunk_hidden_states(self, rows: Rows) -> Tensor:
         if self.hidden_cache is not None:
-            return self.hidden_cache.get(batch, self._run_trunk)
-        return self._run_trunk(batch)
+            return self.hidden_cache.get(rows.batch, lambda batch: self._run_trunk(Rows(batch)))
+        return self._run_trunk(rows)
 
-    def _run_trunk(self, batch: Batch) -> Tensor:
+    def _run_trunk(self, rows: Rows) -> Tensor:
+        """The trunk's hiddens of the tokens that this rank holds, [B, S here, d]."""
+        batch, mask = rows.batch, rows.attention_mask
         trunk = base_model(self.model)
-        out = trunk(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+        out = trunk(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=mask, use_cache=False)
         return out.last_hidden_state
 
-    def _log_probs(self, hidden_states: Tensor, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        """(log_probs, entropy), float32 [B, S] aligned to tokens, zero where nothing is predicted."""
-        positions, tokens = batch.target_mask, predicted_mask(batch)
+    def _mtp(self, hidden_states: Tensor, rows: Rows, counts: Sequence[int] | None, **more: Any) -> MTPOutput:
+        """The MTP objective on the tokens that this rank holds."""
+        assert isinstance(self.model, MTPCarrier)
+        if rows.attention_mask is not None:
+            more |= {"attention_mask": rows.attention_mask, "look_ahead": rows.look_ahead}
+        return self.mtp_loss(self.model, hidden_states, rows.batch, counts, **more)
+
+    def _log_probs(self, hidden_states: Tensor, batch: Batch, rows: Rows, temperature: float) -> tuple[Tensor, Tensor]:
+        """(log_probs, entropy), float32 [B, S] aligned to tokens, zero where nothing is predicted; of whole rows."""
+        positions, following = rows.take(batch.target_mask), rows.take(batch.input_ids.roll(-1, dims=1))
         values, entropies = chunked_log_probs(
             hidden_states[positions],
-            batch.input_ids[tokens],
+            following[positions],
             lambda hidden: project(self.model, hidden),
             self.config.chunk_size,
             temperature,
         )
-        blank = torch.zeros(tokens.shape, dtype=values.dtype, device=values.device)
-        return blank.masked_scatter(tokens, values), blank.masked_scatter(tokens, entropies)
+        blank = torch.zeros(positions.shape, dtype=values.dtype, device=values.device)
+        # Position i predicts token i + 1; the last one predicts nothing.
+        log_probs, entropy = (
+            rows.whole(blank.masked_scatter(positions, found)).roll(1, dims=1) for found in (values, entropies)
+        )
+        return log_probs, entropy
 
     @torch.no_grad()
     def log_probs(self, batches: Sequence[Batch], temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
         self.model.eval()
 
         def one(batch: Batch) -> tuple[Tensor, Tensor]:
+            rows = self.ranks.rows(batch)
             with self._autocast():
-                return self._log_probs(self._trunk_hidden_states(batch), batch, temperature)
+                return self._log_probs(self._trunk_hidden_states(rows), batch, rows, temperature)
 
-        own = [self.ranks.run(partial(one, batch.to(self.device))) for batch, _ in self.ranks.deal(batches)]
+        own = [self.ranks.run(partial(one, batch.to(self.device))) for batch, _ in self.ranks.data.deal(batches)]
         if self.ranks.sharded:  # on their way to the other ranks, whose devices are not ours
             own = [(values.cpu(), entropies.cpu()) for values, entropies in own]
-        return self.ranks.collect(len(batches), own)
+        return self.ranks.data.collect(len(batches), own)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
@@ -320,19 +343,21 @@ class TorchEngine:
         self.model.eval()
 
         def one(batch: Batch) -> tuple[Tensor, MTPStats | None]:
+            rows = self.ranks.rows(batch)
             with self._autocast():
-                hidden_states = self._trunk_hidden_states(batch)
-                log_probs, _ = self._log_probs(hidden_states, batch, 1.0)
+                hidden_states = self._trunk_hidden_states(rows)
+                log_probs, _ = self._log_probs(hidden_states, batch, rows, 1.0)
                 if not isinstance(self.model, MTPCarrier):
                     return log_probs, None
-                return log_probs, self.mtp_loss(self.model, hidden_states, batch, None, compare_with_trunk=True).stats
+                return log_probs, self._mtp(hidden_states, rows, None, compare_with_trunk=True).stats
 
         sums = {"nll": 0.0, "targets": 0.0}
         stats = MTPStats.zeros(self.model.mtp.num_depths) if isinstance(self.model, MTPCarrier) else None
-        for batch, own in self.ranks.deal(batches):
+        for batch, own in self.ranks.data.deal(batches):
             log_probs, found = self.ranks.run(partial(one, batch.to(self.device)))
             if own:
-                merge_metrics(sums, {"nll": -log_probs.sum(), "targets": float(batch.num_targets)})
+                if self.ranks.speaks:
+                    merge_metrics(sums, {"nll": -log_probs.sum(), "targets": float(batch.num_targets)})
                 if stats is not None and found is not None:
                     stats = stats.merge(found)
         sums = self.ranks.merge(sums)

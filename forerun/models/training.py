@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forerun.models.trunk import decoder_inputs, embed, project
 from forerun.mtp.losses import LossSpec, fused_loss
-from forerun.mtp.shift import DepthTargets, depth_targets
+from forerun.mtp.shift import DepthTargets, LookAhead, depth_targets, look_ahead_in_rows
 from forerun.mtp.stats import MTPStats
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def mtp_forward(
     temperature: float = 1.0,
     compare_with_trunk: bool = False,
     vocabulary: Tensor | None = None,
+    look_ahead: LookAhead = look_ahead_in_rows,
 ) -> MTPOutput:
     """Run the MTP block over the trunk's hiddens and score every depth.
 
@@ -59,6 +60,8 @@ def mtp_forward(
         compare_with_trunk: also measure agreement with the trunk (always measured by the soft losses).
         vocabulary: long [v]; restrict the soft losses to these tokens, both distributions renormalised. Cheaper, for a
             drafter that drafts from them alone. Agreement is then counted among them too.
+        look_ahead: what follows a position, where the rows are parts of longer ones (context parallelism); then with
+            the 4D mask of these, and `counts`.
 
     Raises:
         ValueError: `vocabulary` with the loss "ce", whose labels may lie outside it.
@@ -71,7 +74,7 @@ def mtp_forward(
     head = model.get_output_embeddings()
     projection_parameters = () if isolated else tuple(p for p in head.parameters() if p.requires_grad)
     targets = [
-        depth_targets(input_ids, document_ids, loss_mask, depth, config.mask_rule, labels)
+        depth_targets(input_ids, document_ids, loss_mask, depth, config.mask_rule, labels, look_ahead=look_ahead)
         for depth in range(1, block.num_depths + 1)
     ]
 
@@ -81,6 +84,7 @@ def mtp_forward(
 
     outputs = block(trunk_hidden, embeds, **decoder_inputs(model, trunk_hidden, position_ids, attention_mask))
 
+    with_teacher = compare_with_trunk or config.loss != "ce"
     spec = LossSpec(config.loss, temperature, config.loss_top_k)
     index_of = None
     if vocabulary is not None:
@@ -98,7 +102,7 @@ def mtp_forward(
             lambda h: project(model, h, vocabulary),
             spec,
             chunk_size=config.chunk_size,
-            teacher_hidden=_ahead(hidden_states, target, depth),
+            teacher_hidden=_ahead(hidden_states, target, depth, look_ahead) if with_teacher else None,
             projection_parameters=projection_parameters,
             compare_with_trunk=compare_with_trunk,
         )
@@ -115,7 +119,9 @@ def mtp_forward(
     return MTPOutput(config.mtp_loss_scaling_factor / block.num_depths * total, stats)
 
 
-def _ahead(hidden_states: Tensor, target: DepthTargets, depth: int) -> Tensor:
+def _ahead(hidden_states: Tensor, target: DepthTargets, depth: int, look_ahead: LookAhead) -> Tensor:
     """h⁰_{i+k} at the valid positions, [N, d]: the trunk's hiddens that predict the same tokens as depth k."""
+    if look_ahead is not look_ahead_in_rows:
+        return look_ahead(hidden_states.detach().transpose(1, 2), depth)(depth).transpose(1, 2)[target.valid]
     rows, positions = target.valid.nonzero(as_tuple=True)
     return hidden_states.detach()[rows, positions + depth]

@@ -80,7 +80,15 @@ def check_ranks(config: SFTConfig | RLConfig, num_ranks: int | None) -> None:
         return
     if num_ranks is None:
         unused = EngineConfig()
-        for name in ("fsdp_size", "param_dtype", "reduce_dtype", "reshard_after_forward", "cpu_offload"):
+        names = (
+            "fsdp_size",
+            "param_dtype",
+            "reduce_dtype",
+            "reshard_after_forward",
+            "context_parallel_size",
+            "cpu_offload",
+        )
+        for name in names:
             if (value := getattr(engine, name)) != getattr(unused, name):
                 raise UsageError(
                     f"engine.{name}={str(value).lower()} is for ranks that share the model: unset it, or set "
@@ -89,6 +97,8 @@ def check_ranks(config: SFTConfig | RLConfig, num_ranks: int | None) -> None:
         return
     if engine.fsdp_size is not None and num_ranks % engine.fsdp_size:
         raise UsageError(f"engine.fsdp_size={engine.fsdp_size} must divide the number of ranks, {num_ranks}")
+    if num_ranks % (size := engine.context_parallel_size):
+        raise UsageError(f"engine.context_parallel_size={size} must divide the number of ranks, {num_ranks}")
     if ":" in engine.device:
         raise UsageError(f"engine.device={engine.device} would put every rank there: use auto, cpu or cuda")
     if engine.cpu_offload and resolve_device(engine).type == "cpu":
@@ -180,6 +190,7 @@ def engine_config(
             reduce_dtype=engine.reduce_dtype,
             reshard_after_forward=engine.reshard_after_forward,
             cpu_offload=engine.cpu_offload,
+            context_parallel_size=engine.context_parallel_size,
         ),
     )
 

@@ -19,10 +19,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -31,10 +39,12 @@ from transformers import (
 import forerun
 from forerun.data.batch import Batch
 from forerun.data.packing import Document
+from forerun.engines.context_parallel import gather_in_attention
 from forerun.engines.data_parallel import ShardingConfig
 from forerun.engines.hidden_cache import HiddenCache
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import NonFiniteError
+from forerun.engines.ranks import RankGroup
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig, default_mtp_loss
 from forerun.errors import ForerunError, UsageError
 from forerun.models.attach import attach
@@ -64,6 +74,8 @@ class Case:
     loss: str = "ce"
     on_nonfinite: str = "stop"
     offload: bool = False
+    context: int = 1
+    steps: int = STEPS
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     dtype: torch.dtype = torch.float64
@@ -117,7 +129,9 @@ def engine(case: Case, mesh: DeviceMesh | None = None, hidden_cache: HiddenCache
         chunk_size=5,
         activation_recompute=case.recompute,
         on_nonfinite=case.on_nonfinite,
-        sharding=ShardingConfig(case.param_dtype, case.reduce_dtype, case.reshard, case.offload),
+        sharding=ShardingConfig(
+            case.param_dtype, case.reduce_dtype, case.reshard, case.offload, case.context if mesh else 1
+        ),
     )
     return TorchEngine(model, settings, hidden_cache=hidden_cache, mesh=mesh)
 
@@ -158,7 +172,7 @@ def gradients(made: TorchEngine) -> dict[str, Tensor]:
     return found
 
 
-def train(made: TorchEngine, steps: int = STEPS, first: int = 0) -> dict[str, Any]:
+def train(made: TorchEngine, steps: int, first: int = 0) -> dict[str, Any]:
     """Everything that a run shows: metrics of every step, the first step's gradients, weights, held-out figures."""
     reports, grads = [], {}
     for step in range(first, first + steps):
@@ -174,11 +188,12 @@ def train(made: TorchEngine, steps: int = STEPS, first: int = 0) -> dict[str, An
         "drafter": [name for name, _ in made.drafter_weights()],
         "evaluation": made.evaluate(held_out),
         "log_probs": made.log_probs(held_out, temperature=0.7),
+        "hidden_states": made.trunk_hidden_states(held_out[0]),
     }
 
 
 def rank_train(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
-    return train(engine(case, mesh_of(case, group)))
+    return train(engine(case, mesh_of(case, group)), case.steps)
 
 
 @pytest.fixture(scope="module")
@@ -218,13 +233,20 @@ CASES = {
     "experts": (Case(depths=2, trunk="moe", tied=False), 2),
     "latent attention and experts": (Case(trunk="latent", tied=False), 4),
     "offloaded": (Case(offload=True), 2),
+    "rows in two parts": (Case(depths=2, context=2, steps=2, recompute=True), 4),
+    "rows in four parts, soft": (Case(depths=2, context=4, steps=2, loss="soft_ce"), 4),
+    "rows in two parts, latent attention, replicas": (
+        Case(trunk="latent", context=2, steps=2, tied=False, replicas=2),
+        4,
+    ),
+    "rows in two parts, frozen trunk": (Case(context=2, steps=2, train_trunk=False, isolated=True), 4),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_train_as_one_process_does(name: str, ranks: Ranks) -> None:
     case, size = CASES[name]
-    alone = train(engine(case))
+    alone = train(engine(case), case.steps)
     assert any(key.startswith("mtp.") for key in alone["gradients"])
     for found in ranks.run(rank_train, [case] * size):
         assert_close(found, alone)
@@ -265,7 +287,7 @@ def rank_saves(group: dist.ProcessGroup, argument: tuple[Case, Path, bool]) -> A
 
 @pytest.mark.parametrize("case", [Case(depths=2), Case(depths=2, trunk="moe", tied=False)], ids=["dense", "experts"])
 def test_a_checkpoint_resumes_on_another_number_of_ranks(case: Case, ranks: Ranks, tmp_path: Path) -> None:
-    alone = train(engine(case))["weights"]
+    alone = train(engine(case), STEPS)["weights"]
     for size, resumes in ((2, False), (4, True)):
         for weights in ranks.run(rank_saves, [(case, tmp_path, resumes)] * size):
             assert_close(weights, alone)
@@ -382,3 +404,30 @@ def test_weights_in_bfloat16_and_sums_in_float32(depths: int, size: int, ranks: 
         apart = {name: (weights[name] - expected[name]).norm() for name in expected}
         rounding = {name: (exact[name] - expected[name]).norm() for name in expected}
         assert sum(apart.values()) < 0.01 * sum(rounding.values()), (apart, rounding)
+
+
+def test_trunks_that_mix_tokens_otherwise_are_refused_for_long_rows() -> None:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 8, "num_hidden_layers": 2}
+    heads = {"intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+    refused: list[tuple[PreTrainedModel, str]] = [
+        (MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=8)), "layers of sliding_attention"),
+        (Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **heads)), "layers of sliding_attention"),
+        (MambaForCausalLM(MambaConfig(**sizes, state_size=4)), "layers of linear_attention"),
+        (BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=8, n_head=2)), "an attention function of its own"),
+    ]
+    for model, why in refused:
+        before = model.config._attn_implementation
+        with pytest.raises(UsageError, match=f"{why}, which context parallelism does not cover: set engine.context_p"):
+            gather_in_attention(model, RankGroup())
+        assert model.config._attn_implementation == before
+
+
+def test_a_model_that_shared_rows_is_saved_as_any_other(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(rank_exports, [(Case(context=2), tmp_path / name) for name in ["out"] * 4])
+    assert "forerun" not in (tmp_path / "out" / "config.json").read_text()
+    forerun.load(tmp_path / "out")
+
+
+def rank_exports(group: dist.ProcessGroup, argument: tuple[Case, Path]) -> None:
+    case, place = argument
+    engine(case, mesh_of(case, group)).export(place)

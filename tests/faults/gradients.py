@@ -24,8 +24,8 @@ _NORMALISATION = [
         "mean-of-each-micro-batch",
         "Every micro-batch divides by its own count: short ones weigh too much.",
         "forerun.engines.torch_engine",
-        "hidden_states, batch, counts, temperature=temperature)",
-        "hidden_states, batch, None, temperature=temperature)",
+        "hidden_states, rows, counts, temperature=temperature)",
+        "hidden_states, rows, None, temperature=temperature)",
         (f"{ENGINE}::test_any_split_has_the_gradient_of_the_whole[ce-True-True]",),
     ),
     Mutation(

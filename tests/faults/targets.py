@@ -122,8 +122,8 @@ _MASKS = [
         "rule-lost-on-the-way",
         "mask_rule stands in the configuration and never reaches the shift.",
         "forerun.models.training",
-        "depth, config.mask_rule, labels)",
-        "depth, labels=labels)",
+        "depth, config.mask_rule, labels, look_ahead=look_ahead)",
+        "depth, labels=labels, look_ahead=look_ahead)",
         (f"{COUNTS}::test_each_depth_is_the_mean_over_the_positions_counted_by_hand[1-span]",),
     ),
     Mutation(

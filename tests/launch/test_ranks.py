@@ -207,6 +207,8 @@ REFUSED = [
     ([*TWO, "engine.fsdp_size=3"], "engine.fsdp_size=3 must divide the number of ranks, 2"),
     (["engine.cpu_offload=true"], "engine.cpu_offload=true is for ranks that share the model"),
     ([*TWO, "engine.cpu_offload=true", "engine.device=cpu"], "engine.device is the CPU already"),
+    (["engine.context_parallel_size=2"], "engine.context_parallel_size=2 is for ranks that share the model"),
+    ([*TWO, "engine.context_parallel_size=4"], "engine.context_parallel_size=4 must divide the number of ranks, 2"),
     ([*TWO, "engine.device=cpu:0"], "engine.device=cpu:0 would put every rank there"),
     ([*TWO, "freeze_trunk=true", "cache_hiddens=true"], "cache_hiddens=true is for one process"),
     (["engine.autocast=bfloat16", "engine.param_dtype=bfloat16"], "engine.autocast and engine.param_dtype both set"),
