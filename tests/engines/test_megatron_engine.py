@@ -288,10 +288,14 @@ def rank_saves(group: dist.ProcessGroup, argument: tuple[Case, Path, bool]) -> l
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["waiting", "beside the training"])
-def test_resumes_bit_by_bit_and_exports(wait: bool, two: Ranks, tmp_path: Path) -> None:
+def test_resumes_bit_by_bit_and_exports(wait: bool, tmp_path: Path) -> None:
     case = Case(distributed=True, layout=layout(tp=2, sp=True))
     model(case).save_pretrained(tmp_path / "start")
-    for end, again in two.run(rank_saves, [(case, tmp_path, wait)] * 2):
+    # Processes of its own, which have divided themselves in no other way before: the group that writes beside the
+    # training takes its name from its ranks.
+    with Ranks(2, [2], tmp_path / "store") as ranks:
+        results = ranks.run(rank_saves, [(case, tmp_path, wait)] * 2)
+    for end, again in results:
         assert end.keys() == again.keys()
         for name in end:
             assert torch.equal(end[name], again[name]), name
