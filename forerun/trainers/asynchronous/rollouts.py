@@ -183,7 +183,8 @@ class Rollouts:
                     if self._want_pause and (self._paused or self._at_rest()):
                         self._paused = True
                         self._changed.notify_all()
-                        self._changed.wait_for(lambda: self._stopping or not self._want_pause)
+                        # Not for `_want_pause`: it may be up again before this thread has seen that it was down.
+                        self._changed.wait_for(lambda: self._stopping or not self._paused)
                         continue
                     self._open()
                     give = not self._want_pause or self.in_batches

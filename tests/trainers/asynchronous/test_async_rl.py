@@ -323,3 +323,12 @@ sys.exit(code)
     assert (tmp_path / "run" / "checkpoint-2").is_dir() and (tmp_path / "run" / "model" / "config.json").is_file()
     resolved = (tmp_path / "run" / "config.yaml").read_text()
     assert "bypass_mode: true" in resolved and "max_staleness: 1" in resolved
+
+
+def test_a_repeatable_run_fills_its_window_before_an_update_however_soon_that_comes(tmp_path: Path) -> None:
+    with closing(asynchronous(tmp_path, *REPEATABLE, *FILTER, "rollout.n=2")) as made:
+        made.ensure_sync()
+        made.rollouts.resume()
+        made.rollouts.pause()
+        assert made.ledger.room == 0 and made.ledger.num_ready == len(made.ledger.groups) == 8
+        assert all(group.answers()[0].weight_versions[0] == 0 for group in made.ledger.groups.values())
