@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -326,6 +327,9 @@ class RunDirectory:
 
     def export(self, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """The trained model as a Hugging Face directory, tokenizer included."""
+        if self.is_writer:
+            for leftover in self.path.glob(f".{self.model_path.name}.*.partial"):  # of one that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
         engine.export(self.model_path)
         if tokenizer is not None and self.is_writer:
             tokenizer.save_pretrained(self.model_path)

@@ -82,3 +82,11 @@ def test_what_a_killed_deletion_left_goes_with_the_next(tmp_path: Path) -> None:
         (tmp_path / name / STATE_FILE).write_text("{}")
     prune_checkpoints(tmp_path, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
+def test_what_a_killed_export_left_goes_with_the_next(settings: list[str]) -> None:
+    run = Path(settings[3].partition("=")[2])
+    (run / ".model.x1y2.partial").mkdir(parents=True)
+    (run / ".model.x1y2.partial" / "model.safetensors").write_bytes(b"half")
+    train(settings)
+    assert not list(run.glob(".*"))
