@@ -241,6 +241,14 @@ def test_an_abort_ends_one_request_and_no_other(checkpoint: Path) -> None:
     assert len(cut.log_probs) == len(cut.weight_versions) == len(cut.token_ids)
 
 
+def test_nothing_joins_a_run_that_is_over(checkpoint: Path) -> None:
+    with served(checkpoint) as (_, engine):
+        runs: list[Any] = []
+        engine.generate(tiny.requests([[5]], max_tokens=2), lambda _: runs.append(engine._run))
+        # As a request that comes when the last answer is out and `generate` has not returned.
+        assert runs[0].add(tiny.requests([[6]], max_tokens=2), [None]) is False
+
+
 def test_an_abort_that_was_lost_is_sent_again(checkpoint: Path) -> None:
     asked = [Request(f"r{i}", [i + 1], SamplingParams(80 if i else 1, temperature=0)) for i in range(8)]
 
