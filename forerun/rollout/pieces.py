@@ -48,9 +48,9 @@ def joined(
 ) -> Completion:
     """One completion of a request out of its beginning and of what answered its `continuation`.
 
-    What one of the pieces does not tell, the whole does not. A stop string that begins in the first piece is not seen by
-    the engine that writes the second: it ends the whole where it is complete, and what was written beyond it is dropped,
-    with the counts of drafts, which include that.
+    What one of the pieces does not tell, the whole does not. A stop string that begins in the first piece is not seen
+    by the engine that writes the second: it ends the whole where it is complete, and what was written beyond it is
+    dropped, with the counts of drafts, which include that.
 
     Args:
         request: the one that asked for the whole.

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from forerun.data.detokenize import Detokenizer
 from forerun.rollout.native.engine import NativeEngine
-from forerun.rollout.stopping import StopStrings
 from forerun.rollout.protocol import Request, SamplingParams
+from forerun.rollout.stopping import StopStrings
 from tests.rollout import tiny
 from tests.rollout.reference import written
 

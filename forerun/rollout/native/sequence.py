@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from forerun.rollout.stopping import StopStrings
 from forerun.rollout.protocol import Completion, FinishReason, Request
+from forerun.rollout.stopping import StopStrings
 
 
 @dataclass
