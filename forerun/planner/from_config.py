@@ -167,7 +167,13 @@ def _layout(config: SFTConfig | RLConfig) -> Layout:
             state_cut=sizes.use_distributed_optimizer,
         )
     shards = 1 if config.launch == "local" else engine.fsdp_size or ranks
-    return Layout(ranks=ranks, shards=shards, reshard=engine.reshard_after_forward, offload=engine.cpu_offload)
+    return Layout(
+        ranks=ranks,
+        shards=shards,
+        context=engine.context_parallel_size,
+        reshard=engine.reshard_after_forward,
+        offload=engine.cpu_offload,
+    )
 
 
 def _recompute(config: SFTConfig | RLConfig) -> bool:

@@ -60,8 +60,11 @@ def activation_bytes(run: TrainingRun, layer: LayerShape) -> float:
     # Of a norm: its input in float32, what it multiplies by its weight, and its result.
     normed = layer.normed * (max(_FLOAT32, wide) + 2 * wide + casts)
     values = normed + layer.saved * narrow + layer.heads * _FLOAT32
-    if not run.packed:
+    shared = run.layout.context if run.layout.engine == "torch" else 1
+    if not run.packed and shared == 1:
         return run.tokens * values
+    # Of a row that ranks share each keeps all keys and values, and its own rows of a mask.
+    values += (shared - 1) * (layer.keys_values + layer.saved_packed) * narrow
     mask = run.rows * run.row_length**2 / run.layout.context * narrow if layer.heads else 0.0
     return run.tokens * (values + layer.saved_packed * narrow) + mask
 

@@ -8,6 +8,7 @@ them).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forerun.planner.hardware import Hardware
@@ -95,12 +96,23 @@ def _fsdp(run: TrainingRun) -> list[Traffic]:
         Traffic("gather weights", rounds * share * gathers * run.compute_bytes, shards, shards),
         Traffic("scatter gradients", rounds * share * trained * run.reduce_bytes, shards, shards),
     ]
+    if layout.context > 1:
+        found.append(_context(run, run.shape.layers + (run.shape.drafter,) * (run.chained * run.train_mtp), 1))
     if replicas > 1:
         each = trained / shards * run.reduce_bytes
         found.append(
             Traffic("sum over replicas", rounds * 2 * (replicas - 1) / replicas * each, replicas, layout.ranks)
         )
     return found
+
+
+def _context(run: TrainingRun, layers: Sequence[LayerShape], tensor: int) -> Traffic:
+    """Keys and values gathered forward (and for recompute), their gradients scattered."""
+    context = run.layout.context
+    row = sum(layer.keys_values for layer in layers) * run.rows * run.row_length * run.compute_bytes / tensor
+    passes = 2 + (1 if run.recompute else 0)
+    moved = run.rounds * (context - 1) / context * row * passes
+    return Traffic("context parallel", moved, context, tensor * context)
 
 
 def _megatron(run: TrainingRun) -> list[Traffic]:
@@ -121,12 +133,7 @@ def _megatron(run: TrainingRun) -> list[Traffic]:
         sums = (2 * 2 + 2 * 2) + (2 if layout.sequence else 0) + (4 if run.recompute else 0)
         found.append(Traffic("tensor parallel", rounds * len(layers) * sums * share * hidden, tensor, tensor))
     if context > 1:
-        # Keys and values gathered forward (and for recompute), their gradients scattered.
-        row = sum(layer.keys_values for layer in layers) * run.tokens * context * run.compute_bytes / tensor
-        passes = 2 + (1 if run.recompute else 0)
-        found.append(
-            Traffic("context parallel", rounds * (context - 1) / context * row * passes, context, tensor * context)
-        )
+        found.append(_context(run, layers, tensor))
     if expert > 1:
         # Tokens to their experts and back, forward and backward; a token goes to each rank that it needs.
         used = sum(layer.experts_per_token for layer in layers if layer.experts)

@@ -139,7 +139,12 @@ def planned(case: Case) -> TrainingRun:
     compute = 2 if case.autocast or case.sharding.get("param_dtype") else size
     return TrainingRun(
         shape=shape_of(config_of(case).to_dict(), case.trunk),
-        layout=Layout(ranks=case.ranks, shards=shards, reshard=case.sharding.get("reshard_after_forward", True)),
+        layout=Layout(
+            ranks=case.ranks,
+            shards=shards,
+            context=case.sharding.get("context_parallel_size", 1),
+            reshard=case.sharding.get("reshard_after_forward", True),
+        ),
         depths=depths,
         chained=depths,
         train_trunk=case.train_trunk,
@@ -179,7 +184,7 @@ ONE_PROCESS = {
     "latent": Case(trunk="latent"),
 }
 TWO_RANKS = {
-    "plain": Case(ranks=2, rows=4, length=32),
+    "shared rows": Case(ranks=2, rows=2, documents=2, sharding={"context_parallel_size": 2}),
     "deep": Case(ranks=2, rows=2, length=32, layers=8),
     "kept gathered": Case(ranks=2, rows=2, length=32, sharding={"reshard_after_forward": False}),
     "joint": Case(ranks=2, rows=4, length=32, vocabulary=1024, mtp=JOINT),
