@@ -1,4 +1,4 @@
-"""New weights that arrive in parts and go to their places at once, where holding all of them first would cost a model."""
+"""New weights that arrive in parts and go to their places at once: holding all of them first would cost a model."""
 
 from __future__ import annotations
 
