@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,15 @@ class OfflineConnection:
                 self._socket.close()
                 raise
         self._lines = self._socket.makefile("r", encoding="utf-8")
-        self._sending = threading.Lock()
+        # Messages go from a thread of its own, which no Ctrl-C can interrupt in the middle of a line.
+        self._sender = ThreadPoolExecutor(1)
         self._calling = threading.Lock()  # answers come in the order of the calls: one call at a time
         self._number = 0
         self._joining = threading.Lock()
         # Of the `generate` that runs and of what was added to it: ids, and messages that have no last answer yet.
         self._names: list[str] = []
         self._open = 0
+        self._generates = 0  # calls of it that went to vLLM
         try:
             self._send({"engine": dict(arguments)})
             self._receive()
@@ -71,10 +74,13 @@ class OfflineConnection:
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
-            with self._sending:
-                self._socket.sendall((json.dumps(message) + "\n").encode())
+            self._sender.submit(self._write, message).result()
         except OSError:
             raise self._gone() from None
+
+    def _write(self, message: dict[str, Any]) -> None:
+        self._socket.sendall((json.dumps(message) + "\n").encode())
+        self._generates += message.get("call") == "generate"
 
     def _receive(self, number: int | None = None) -> dict[str, Any]:
         """The next answer to the call of this number, to `generate` or to `add`; those to calls that were interrupted
@@ -111,10 +117,11 @@ class OfflineConnection:
             self._generate(requests, on_finish)
 
     def _generate(self, requests: Sequence[Asked], on_finish: Callable[[Finished], None]) -> None:
+        before = self._generates
         self._names, self._open = [], 1
-        self._ask("generate", requests)
         refused: str | None = None
         try:
+            self._ask("generate", requests)
             while self._open:
                 answer = self._receive()
                 if "finished" in answer:
@@ -126,6 +133,9 @@ class OfflineConnection:
             raise
         except BaseException:
             # The caller failed, or was interrupted: nothing of this run may be left on the line.
+            self._sender.submit(int).result()  # what was on its way has gone
+            if self._generates == before:  # not even asked
+                self._close_one()
             while self._open:
                 self.abort(self._names)
                 while "finished" in self._receive():
