@@ -108,8 +108,8 @@ def check_lossless(
         raise UsageError("check_lossless: `prompts` must hold a list of token ids for each prompt")
     if sampling.temperature == 0:
         raise UsageError("check_lossless always compares greedy texts: give `sampling` a temperature above 0")
-    if samples < 10 * _BINS:
-        raise UsageError(f"check_lossless: samples={samples} cannot judge a distribution, give at least {10 * _BINS}")
+    if not isinstance(samples, int) or samples < 10 * _BINS:
+        raise UsageError(f"check_lossless: samples={samples!r} cannot judge a distribution, give at least {10 * _BINS}")
     if not 0 < false_alarm_rate < 1:
         raise UsageError(f"check_lossless: false_alarm_rate={false_alarm_rate} must lie between 0 and 1")
     if not 0 <= log_prob_tolerance < math.inf:

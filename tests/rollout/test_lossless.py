@@ -347,8 +347,9 @@ def test_unusable_calls_say_what_to_give(model: MTPCarrier) -> None:
     for prompts in (["text"], [1, 2]):
         with pytest.raises(UsageError, match="a list of token ids for each prompt"):
             check_lossless(engine, prompts)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="samples=3"):
-        check_lossless(engine, PROMPTS, samples=3)
+    for samples in (3, 512.0, "512"):
+        with pytest.raises(UsageError, match=f"samples={samples!r} cannot judge"):
+            check_lossless(engine, PROMPTS, samples=samples)  # type: ignore[arg-type]
     for settings in ({"false_alarm_rate": 0.0}, {"false_alarm_rate": math.nan}, {"log_prob_tolerance": math.nan}):
         with pytest.raises(UsageError, match=r"must (lie between 0 and 1|be a number)"):
             check_lossless(engine, PROMPTS, **settings)  # type: ignore[arg-type]
