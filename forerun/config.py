@@ -292,7 +292,8 @@ class RLConfig:
             raise UsageError(
                 f"reward.overlong_buffer.len={buffer.len} is longer than rollout.max_response_length={limit}"
             )
-        check_rollout(self.rollout, self.mtp, on_ray=self.launch == "ray" and self.async_training.enable)
+        asynchronous = self.async_training.enable
+        check_rollout(self.rollout, self.mtp, on_ray=self.launch == "ray" and asynchronous, asynchronous=asynchronous)
         check_async(self.async_training, self.algorithm, self.rollout, self.data.gen_batch_size, self.launch)
 
 

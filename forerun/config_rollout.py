@@ -95,17 +95,23 @@ class RolloutConfig:
         return next((name for name in names if getattr(self, name) != getattr(unset, name)), None)
 
 
-def check_rollout(rollout: RolloutConfig, mtp: MTPConfig, *, on_ray: bool) -> None:
+def check_rollout(rollout: RolloutConfig, mtp: MTPConfig, *, on_ray: bool, asynchronous: bool) -> None:
     """Check how responses are sampled against how they are drafted, and both against what the engine can do.
 
     Args:
         rollout: how responses are sampled.
         mtp: how they are drafted.
         on_ray: the engine is in a Ray actor.
+        asynchronous: the run gives an engine `max_num_seqs` requests at a time.
 
     Raises:
         UsageError: names the setting.
     """
+    if rollout.base_url is not None and not asynchronous and rollout._set_among(("max_num_seqs",)):
+        raise UsageError(
+            f"rollout.max_num_seqs={rollout.max_num_seqs} is of an engine that is started: give the server at "
+            "rollout.base_url its own such limit, and unset this one"
+        )
     in_process = rollout.engine == "native" and not on_ray
     if in_process and (unused := rollout._set_among(("update_weights_bucket_megabytes",))):
         raise UsageError(

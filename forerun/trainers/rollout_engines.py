@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from forerun.rollout.vllm.engine import VLLMEngine
 
 Started = TypeVar("Started")
+Engine = TypeVar("Engine", bound=RolloutEngine)
 
 
 def make_rollout_engine(
@@ -81,7 +82,7 @@ def _vllm(config: RLConfig, engine: TrainingEngine | None, tokenizer: PreTrained
 
     rollout, bucket_bytes = config.rollout, config.rollout.update_weights_bucket_megabytes << 20
     if rollout.base_url is not None:
-        return VLLMEngine.connect(rollout.base_url, bucket_bytes)
+        return _drafting_as_set(config, rollout.base_url, VLLMEngine.connect(rollout.base_url, bucket_bytes))
     assert rollout.python is not None
     settings = LaunchSettings(
         python=rollout.python,
@@ -105,7 +106,8 @@ def _sglang(config: RLConfig, engine: TrainingEngine | None, tokenizer: PreTrain
 
     rollout, bucket_bytes = config.rollout, config.rollout.update_weights_bucket_megabytes << 20
     if rollout.base_url is not None:
-        return SGLangEngine(rollout.base_url, bucket_bytes=bucket_bytes, seed=config.trainer.seed)
+        connected = SGLangEngine(rollout.base_url, bucket_bytes=bucket_bytes, seed=config.trainer.seed)
+        return _drafting_as_set(config, rollout.base_url, connected)
     assert rollout.python is not None
     python = rollout.python
 
@@ -126,6 +128,20 @@ def _sglang(config: RLConfig, engine: TrainingEngine | None, tokenizer: PreTrain
         return SGLangEngine.launch(settings, config.mtp, bucket_bytes=bucket_bytes, seed=config.trainer.seed)
 
     return _served(config, engine, tokenizer, launch)
+
+
+def _drafting_as_set(config: RLConfig, base_url: str, engine: Engine) -> Engine:
+    """An engine in front of a server that was started elsewhere, if that drafts as the run's configuration says."""
+    setting = "speculative_num_steps" if config.rollout.engine == "sglang" else "num_speculative_tokens"
+    depth = engine.num_speculative_tokens
+    if depth != (getattr(config.mtp, setting) if config.mtp.enable_rollout else 0):
+        engine.close()
+        mend = f"set mtp.enable_rollout=true and mtp.{setting}={depth}" if depth else "set mtp.enable_rollout=false"
+        raise UsageError(
+            f"the server at {base_url} drafts {depth} tokens at a time, and this run is set to another depth: {mend}, "
+            "or start the server otherwise"
+        )
+    return engine
 
 
 def _whole_model(config: RLConfig, engine: TorchEngine | None) -> PreTrainedModel:

@@ -106,6 +106,7 @@ BAD = [
         f"rollout={{{URL}, engine: sglang, enforce_eager: true}}",
         "enforce_eager is of an engine that is started",
     ),
+    (f"rollout={{{URL}, engine: vllm, max_num_seqs: 64}}", "max_num_seqs=64 is of an engine that is started"),
     ("rollout={engine: vllm, base_url: 'localhost:8000'}", "'localhost:8000' is not the address of a server"),
     ("rollout={engine: vllm, python: /none}", "rollout.python='/none' is no interpreter here"),
     (f"rollout={{{STARTED}, engine: vllm, deterministic: true}}", "deterministic=true is of rollout.engine=native and"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from forerun.engines.torch_engine import TorchEngine
+from forerun.errors import UsageError
 from forerun.models.attach import attach
 from forerun.models.carrier import MTPCarrier
 from forerun.models.loading import load
@@ -19,6 +20,7 @@ from forerun.rollout.sglang import engine as sglang
 from forerun.rollout.sglang.engine import SGLangEngine
 from forerun.rollout.sglang.launch import LaunchSettings
 from forerun.trainers.rl import RLTrainer
+from forerun.trainers.rollout_engines import make_rollout_engine
 from forerun.trainers.setup import engine_config
 from tests.rollout.sglang_server import SGLangServer, serving
 from tests.trainers.tiny import make_model, make_tokenizer
@@ -67,3 +69,17 @@ def test_a_run_rolls_out_on_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # Sampled by the weights after the first update, which moved them.
     assert {version for sample in made.samples for version in sample.completion.weight_versions} == {1}
     assert steps[0]["grad_norm"] > 0
+
+
+def test_a_server_that_drafts_otherwise_than_the_run_says_is_refused(tmp_path: Path) -> None:
+    model = attach(make_model(), MTPConfig(enable=True))
+    model.save_pretrained(tmp_path / "model")
+    with serving(SGLangServer(model, tmp_path / "model", num_steps=2)) as url:
+        there = [*MTP, "rollout.engine=sglang", f"rollout.base_url={url}"]
+        drafting = [*there, "mtp.enable_rollout=true"]
+        for given, mend in ((there, "enable_rollout=true and mtp.speculative_num_steps=2"), (drafting, "steps=2")):
+            with pytest.raises(UsageError, match=f"drafts 2 tokens at a time.* set mtp.*{mend}"):
+                make_rollout_engine(settings(tmp_path, *given), None)
+        made = make_rollout_engine(settings(tmp_path, *drafting, "mtp.speculative_num_steps=2"), None)
+        assert made.num_speculative_tokens == 2
+        made.close()
