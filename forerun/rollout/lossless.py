@@ -10,6 +10,8 @@ distribution can only be tested on samples:
   the words with smaller ids, shows a wrong use of the random numbers that choose along the vocabulary.
 - Without the model, texts with and without drafting are compared: their tokens position by position, and the
   log-probability of each whole text. That needs far more samples.
+
+Neither sees a few texts that share their random numbers: each alone has the right distribution.
 """
 
 from __future__ import annotations
