@@ -7,7 +7,8 @@ engines and reward the caller brings. The trainer knows neither engine beyond it
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
@@ -148,6 +149,15 @@ class RLTrainer(RLRun):
             return self.rollout.generate(requests)
         finally:
             self.rollout.sleep()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `RLRun.load_state_dict`."""
+        if "rollouts" in state:  # groups that the data order is past and no step has trained on
+            raise ForerunError(
+                "the checkpoint is of an asynchronous run: give another trainer.output_dir, or "
+                "async_training.enable=true"
+            )
+        super().load_state_dict(state)
 
     def ensure_sync(self) -> None:
         """See `RLRun.ensure_sync`."""

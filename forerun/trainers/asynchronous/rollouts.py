@@ -20,7 +20,7 @@ from forerun.rollout.dispatch import Dispatch
 from forerun.rollout.pool import WorkerPool
 from forerun.rollout.protocol import Completion, Request
 from forerun.trainers.asynchronous.ledger import Group, Ledger
-from forerun.trainers.asynchronous.stored import ledger_state, restore_ledger
+from forerun.trainers.asynchronous.stored import check_answers, ledger_state, restore_ledger
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,11 @@ class Rollouts:
             return ledger_state(self.ledger, written)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """While paused, before anything was opened: go on from there. Complete groups without rewards are judged."""
+        """While paused, before anything was opened: go on from there. Complete groups without rewards are judged.
+
+        Raises:
+            ForerunError: see `restore_ledger`; the responses are to other prompts, or longer than they may be now.
+        """
         with self._changed:
             written = restore_ledger(self.ledger, state)
             for _, group in sorted(self.ledger.groups.items()):
@@ -226,9 +230,12 @@ class Rollouts:
     def _ask(self, group: Group, written: Mapping[tuple[int, int], Completion]) -> None:
         """Let the requests for a group's missing responses wait."""
         for place, request in enumerate(self.supply.requests(group)):
+            begun = written.get((group.number, place))
+            if (found := group.completions.get(place, begun)) is not None:
+                check_answers(found, request, is_whole=found is not begun)
             if place not in group.completions:
                 self._places[request.request_id] = (group.number, place)
-                self._dispatch.add(request, written.get((group.number, place)))
+                self._dispatch.add(request, begun)
 
     def _start_judging(self, group: Group) -> None:
         self._judging += 1

@@ -15,7 +15,7 @@ import numpy as np
 
 from forerun.errors import ForerunError
 from forerun.rewards.protocol import RewardResult
-from forerun.rollout.protocol import Completion
+from forerun.rollout.protocol import Completion, Request
 from forerun.trainers.asynchronous.ledger import Group, Ledger
 
 # Lists that are as long as a text.
@@ -64,7 +64,7 @@ def restore_ledger(ledger: Ledger, state: Mapping[str, Any]) -> dict[tuple[int, 
     """Put `ledger_state`'s result into a ledger; returns the beginnings.
 
     Raises:
-        ForerunError: the state is of a run with other batches, or damaged.
+        ForerunError: the state is of a run with other batches or a wider window, or damaged.
     """
     for name, setting in (("groups_per_step", "train_batch_size"), ("group_size", "rollout.n")):
         if state.get(name) != getattr(ledger, name):
@@ -77,11 +77,49 @@ def restore_ledger(ledger: Ledger, state: Mapping[str, Any]) -> dict[tuple[int, 
             setattr(ledger, name, int(state[name]))
         ledger.groups = {entry["number"]: _restored_group(entry) for entry in state["groups"]}
         ledger.dropped = {entry["number"]: _restored_group(entry) for entry in state["dropped"]}
-        return {(number, place): restored_completion(c) for number, place, c in state["written"]}
+        written = {(number, place): restored_completion(c) for number, place, c in state["written"]}
     except (KeyError, TypeError, ValueError) as error:
         raise ForerunError(
             f"the checkpoint's rollouts cannot be read ({error!r:.100}): resume from an older checkpoint"
         ) from error
+    if (age := _oldest(ledger, written)) > ledger.max_staleness:
+        raise ForerunError(
+            f"the checkpoint holds rollouts that would be {age} steps old, and "
+            f"async_training.max_staleness={ledger.max_staleness}: resume with {age} or more, or give another "
+            "trainer.output_dir"
+        )
+    return written
+
+
+def check_answers(completion: Completion, request: Request, is_whole: bool) -> None:
+    """Check that what a checkpoint holds is a response to this request, or the beginning of one.
+
+    Raises:
+        ForerunError: the data or a limit has changed.
+    """
+    if completion.prompt_token_ids != request.prompt_token_ids:
+        raise ForerunError(
+            f"the checkpoint's response {request.request_id} is to another prompt than the data's: resume with the "
+            "same data.train_files and tokenizer, or give another trainer.output_dir"
+        )
+    count, limit = len(completion.token_ids), request.sampling.max_tokens
+    if count > limit or (count == limit and not is_whole):
+        raise ForerunError(
+            f"the checkpoint holds {count} tokens of a response, and rollout.max_response_length={limit}: resume with "
+            "the limit of the run that wrote it, or give another trainer.output_dir"
+        )
+
+
+def _oldest(ledger: Ledger, written: Mapping[tuple[int, int], Completion]) -> int:
+    """The most steps by which a token of the open groups can be older than the weights that will train on it."""
+    ages = [0]
+    for place, (number, group) in enumerate(sorted(ledger.groups.items())):
+        pieces = [*group.completions.values(), *(piece for (of, _), piece in written.items() if of == number)]
+        versions = [version for piece in pieces for version in piece.weight_versions]
+        if len(group.completions) < ledger.group_size:  # the workers' weights go on with it
+            versions.append(ledger.version)
+        ages.append(ledger.steps_done + place // ledger.groups_per_step - min(versions, default=ledger.version))
+    return max(ages)
 
 
 def _group_state(group: Group) -> dict[str, Any]:
