@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch
 
 from forerun.errors import ForerunError, UsageError
-from forerun.rollout.protocol import Completion, NamedTensors, Request, RolloutEngine, SpeculationTotals
+from forerun.rollout.protocol import Completion, NamedTensors, Request, RolloutEngine
 from forerun.rollout.workers import WorkerLostError
 
 # An abort that comes before the engine has begun is lost on it, so `close` sends it again until all have ended.
@@ -86,10 +86,6 @@ class LocalWorker:
         with self.at_rest():
             return self.engine.drafter_digest()
 
-    def speculation_totals(self) -> SpeculationTotals | None:
-        """See `RolloutWorker.speculation_totals`."""
-        return self.engine.speculation_totals()
-
     def close(self) -> None:
         """See `RolloutWorker.close`."""
         with self._changed:
@@ -114,16 +110,19 @@ class LocalWorker:
                     return
                 requests, self._inbox = self._inbox, []
                 self._generating = True
+            failure: BaseException | None = None
             try:
                 self.engine.generate(requests, self._on_finish)
             except BaseException as error:
-                with self._changed:
-                    self._failure = error
+                failure = error
+            with self._changed:
+                if failure is None and (left := len(self._held) - len(self._inbox)) and not self._closing:
+                    failure = ForerunError(f"the engine returned and left {left} requests unanswered")
+                self._failure = failure
+                self._generating = False
+                self._changed.notify_all()
+            if failure is not None:
                 return
-            finally:
-                with self._changed:
-                    self._generating = False
-                    self._changed.notify_all()
 
     def _on_finish(self, completion: Completion) -> None:
         with self._changed:
