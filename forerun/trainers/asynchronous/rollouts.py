@@ -103,6 +103,11 @@ class Rollouts:
                     return None
                 self._changed.wait()
 
+    def num_ready(self) -> int:
+        """Groups that wait to be trained on; at any time."""
+        with self._changed:
+            return self.ledger.num_ready
+
     def pause(self) -> None:
         """Wait until no worker holds a request; nothing happens then until `resume`.
 

@@ -101,7 +101,7 @@ class AsyncRLTrainer(RLRun):
         with timed(times, "time/step"):
             with timed(times, "time/trainer_idle"):
                 groups, dropped = self._next_step(times)
-            queue_depth = self.ledger.num_ready
+            queue_depth = self.rollouts.num_ready()
             self.samples = self._samples(groups)
             sampled = [*self._samples(dropped, first=len(groups)), *self.samples]
             check_rewards(sampled, self.rl_step + 1)

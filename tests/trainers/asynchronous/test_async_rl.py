@@ -7,6 +7,7 @@ import json
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from forerun.rollout.local_worker import LocalWorker
 from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import SamplingParams
 from forerun.rollout.scoring import score_texts
+from forerun.trainers.asynchronous.ledger import Group
 from forerun.trainers.asynchronous.stored import restored_completion
 from forerun.trainers.asynchronous.trainer import AsyncRLTrainer
 from forerun.trainers.rollout_engines import make_rollout_engine
@@ -280,6 +282,21 @@ def test_a_failure_of_a_thread_ends_the_run(tmp_path: Path) -> None:
     made = asynchronous(tmp_path, *ASYNC, reward=Broken())
     with closing(made), pytest.raises(RuntimeError, match="the judge is out"):
         made.turn(pause=False)
+
+
+def test_groups_may_come_and_go_while_the_trainer_counts_them(tmp_path: Path) -> None:
+    class Churning(dict[int, Group]):
+        """Lets another thread open groups between any two that are looked at."""
+
+        def values(self) -> Any:
+            for group in super().values():
+                yield group
+                time.sleep(0.002)
+
+    with closing(asynchronous(tmp_path, *ASYNC, "async_training.max_staleness=30")) as made:
+        made.ledger.groups = Churning()
+        metrics = [made.turn(pause=False) for _ in range(2)]
+        assert all(0 <= float(line["queue_depth"] or 0) <= 120 for line in metrics)
 
 
 def test_held_out_prompts_are_answered_by_the_weights_of_the_step(tmp_path: Path) -> None:
