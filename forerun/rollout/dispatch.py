@@ -7,7 +7,6 @@ an abort cut short is handed out again as its continuation.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -114,14 +113,6 @@ class Dispatch:
             self._pending[request_id].worker = None
             self._wait(request_id)
         return len(lost)
-
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Want no answer to these any more; one that is on its way will be dropped."""
-        wanted = set(request_ids)
-        self._waiting = [entry for entry in self._waiting if entry[1] not in wanted]
-        heapq.heapify(self._waiting)
-        for request_id in wanted:
-            self._pending.pop(request_id, None)
 
     def _wait(self, request_id: str) -> None:
         heapq.heappush(self._waiting, (self._pending[request_id].number, request_id))

@@ -21,7 +21,7 @@ from torch import Tensor
 from forerun.errors import ForerunError, one_line
 from forerun.rollout.local_worker import LocalWorker
 from forerun.rollout.native.engine import NativeEngine
-from forerun.rollout.protocol import Completion, NamedTensors, Request, RolloutEngine, SpeculationTotals
+from forerun.rollout.protocol import Completion, NamedTensors, Request, RolloutEngine
 from forerun.rollout.served import buckets
 from forerun.rollout.sync import Named
 from forerun.rollout.workers import WorkerLostError
@@ -121,10 +121,6 @@ class RayWorker:
     def drafter_digest(self) -> str | None:
         """See `RolloutWorker.drafter_digest`."""
         return self._ask("drafter_digest")
-
-    def speculation_totals(self) -> SpeculationTotals | None:
-        """See `RolloutWorker.speculation_totals`."""
-        return self._ask("speculation_totals")
 
     def close(self) -> None:
         """See `RolloutWorker.close`. One that is not ready is ended as it is."""
@@ -253,10 +249,6 @@ class _EngineActor:
     @_replying
     def drafter_digest(self) -> str | None:
         return self._worker.drafter_digest()
-
-    @_replying
-    def speculation_totals(self) -> SpeculationTotals | None:
-        return self._worker.speculation_totals()
 
     @_replying
     def close(self) -> None:

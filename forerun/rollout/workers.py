@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from forerun.errors import ForerunError
-from forerun.rollout.protocol import Completion, NamedTensors, Request, SpeculationTotals
+from forerun.rollout.protocol import Completion, NamedTensors, Request
 
 
 class WorkerLostError(ForerunError):
@@ -70,10 +70,6 @@ class RolloutWorker(Protocol):
 
     def drafter_digest(self) -> str | None:
         """See `RolloutEngine.drafter_digest`."""
-        ...
-
-    def speculation_totals(self) -> SpeculationTotals | None:
-        """See `RolloutEngine.speculation_totals`."""
         ...
 
     def close(self) -> None:

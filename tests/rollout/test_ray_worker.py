@@ -89,8 +89,6 @@ def test_it_answers_as_its_engine_does_with_the_weights_it_was_sent(shared: RayW
     engine = make_engine()
     engine.update_weights(weights.items(), 7)
     assert shared.drafter_digest() == engine.drafter_digest() and shared.dtype == engine.dtype
-    totals = shared.speculation_totals()
-    assert totals is not None and totals.num_draft_tokens > 0
 
 
 def test_what_is_aborted_comes_back_with_what_it_has(shared: RayWorker) -> None:
