@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -100,6 +100,14 @@ class LocalWorker:
             self._thread.join(_ABORT_AGAIN_S)
         self.engine.close()
 
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Holds the worker's lock, with the engine not generating."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._generating)
+            self._check()
+            yield
+
     # ---- the thread
 
     def _work(self) -> None:
@@ -147,13 +155,6 @@ class LocalWorker:
         except ForerunError:
             return
         self._inbox = []
-
-    def at_rest(self) -> threading.Condition:
-        """The worker's lock, to be taken (`with`); the engine is not generating."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._generating)
-            self._check()
-        return self._changed
 
     def _check(self) -> None:
         """Raise what ended the thread."""
