@@ -31,7 +31,7 @@ from tests.trainers.tiny import make_model, make_tokenizer
 Kind = Literal["sft", "rl", "async"]
 LIMIT_S = 300.0  # for one run to end, and for what it started to end with it
 _MARK = "FORERUN_KILLED_RUN"
-# Names of directories that exist during a save and the deletion of an old checkpoint (`engines.state`).
+# Names of directories that exist during a save and the deletion of an old checkpoint (`engines.checkpoint_directory`).
 _SAVING = (".unfinished", ".replaced", ".deleted")
 _MEASURED = ("time/", "tokens_per_second", "rollout_tokens_per_second", "queue_depth")
 
