@@ -91,13 +91,8 @@ def whole_directory(directory: Path, ranks: RankGroup | None = None) -> Iterator
         if ranks.rank == 0:
             _give_up(directory, unfinished)
         raise
-
-    def outcome() -> None:
-        if failure is not None:
-            raise failure
-
     try:
-        ranks.on_each(outcome)
+        ranks.fail_together(failure)
     except BaseException:
         if ranks.rank == 0:
             _give_up(directory, unfinished)

@@ -145,6 +145,14 @@ class RankGroup:
             work()
         except Exception as error:
             failure = error
+        self.fail_together(failure)
+
+    def fail_together(self, failure: Exception | None) -> None:
+        """Raise what failed here, once every rank has said how it fared; None: nothing did.
+
+        Raises:
+            ForerunError: on every rank, if it failed on any.
+        """
         said = self.collect(self.size, [None if failure is None else one_line(failure)])
         if failure is not None:
             raise failure

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from forerun.engines.ranks import RankGroup
-from forerun.errors import ForerunError, one_line
+from forerun.errors import ForerunError
 from forerun.rewards.protocol import RewardRequest, RewardResult
 from forerun.rollout.protocol import Completion, NamedTensors, Request, RolloutEngine, SpeculationTotals
 from forerun.trainers.judging import Scorer
@@ -94,12 +94,7 @@ class RankedRollout:
                 failure = error
         for _ in weights:  # gathering a weight takes every rank, those too that need it no more
             pass
-        said = self.ranks.collect(self.ranks.size, [None if failure is None else one_line(failure)])
-        if failure is not None:
-            raise failure
-        for rank, line in enumerate(said):
-            if line is not None:
-                raise ForerunError(f"rank {rank}: {line}")
+        self.ranks.fail_together(failure)
         self.weight_version = version
         self._torn = False
 

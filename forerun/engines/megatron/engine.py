@@ -333,12 +333,7 @@ class MegatronEngine:
                 failure = error
         for _ in weights:  # to the end, which every rank has to see
             pass
-
-        def outcome() -> None:
-            if failure is not None:
-                raise failure
-
-        self.ranks.on_each(outcome)
+        self.ranks.fail_together(failure)
 
     # ---- state
 
