@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -47,13 +50,15 @@ logger = logging.getLogger(__name__)
 # Responses of a run's steps, and its alarms, as JSON lines beside metrics.jsonl.
 SAMPLES_FILE = "samples.jsonl"
 ALARMS_FILE = "alarms.jsonl"
+# How long a run waits for the end of one in its directory, which may have been killed a moment ago.
+LOCK_PATIENCE_S = 10.0
 
 
 def check_config(config: SFTConfig | RLConfig, has_data: bool, has_model: bool) -> None:
     """Check a configuration; objects that the caller brings stand in for the paths that name them.
 
     Raises:
-        UsageError: see `forerun.config.check`; the output directory is a file; an override of a key that the model's
+        UsageError: see `config_check.check`; the output directory is a file; an override of a key that the model's
             config.json does not have.
     """
     model = replace(config.model, path=config.model.path or ("given" if has_model else ""))
@@ -215,6 +220,20 @@ def _scheduler_name(optim: OptimConfig, total_steps: int) -> str:
     return "constant_with_warmup" if optim.lr_scheduler_type == "constant" and warm else optim.lr_scheduler_type
 
 
+def _lock(handle: int) -> None:
+    """Lock an open file or directory for as long as it is open; BlockingIOError: another process has it."""
+    until = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise
+        except OSError:  # a file system without locks
+            return
+        time.sleep(0.2)
+
+
 class RunDirectory:
     """`trainer.output_dir`: resolved configuration, metrics, checkpoints, the exported model under `model/`.
 
@@ -306,16 +325,42 @@ class RunDirectory:
 
     @contextmanager
     def saving(self, engine: TrainingEngine) -> Iterator[None]:
-        """Around the training: waits at its end, or where it fails, for a checkpoint that is still being written."""
+        """Around the training: waits at its end, or where it fails, for a checkpoint that is still being written.
+
+        Raises:
+            UsageError: another run is at work in the directory.
+        """
+        with self._alone():
+            try:
+                yield
+            except BaseException:
+                try:
+                    self._finish_saves(engine)
+                except Exception as error:  # a rank that has gone, among others; what stopped the training counts
+                    logger.warning("%s", one_line(error))
+                raise
+            self._finish_saves(engine)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other runs out: each would clear away what the other is writing. A killed one leaves no lock."""
+        if not self.is_writer:
+            yield
+            return
+        with failures(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path, os.O_RDONLY)
+        try:
+            _lock(handle)
+        except BlockingIOError:
+            os.close(handle)
+            raise UsageError(
+                f"trainer.output_dir={self.path}: another run is at work there: wait for its end, or give another"
+            ) from None
         try:
             yield
-        except BaseException:
-            try:
-                self._finish_saves(engine)
-            except Exception as error:  # a rank that has gone, among others; what stopped the training counts
-                logger.warning("%s", one_line(error))
-            raise
-        self._finish_saves(engine)
+        finally:
+            os.close(handle)
 
     def _finish_saves(self, engine: TrainingEngine) -> None:
         engine.finish_saves()

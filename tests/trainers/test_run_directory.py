@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from forerun.config import SFTConfig
 from forerun.config_file import load_config
 from forerun.engines.checkpoint_directory import STATE_FILE, checkpoints, prune_checkpoints, whole_directory
 from forerun.errors import ForerunError, UsageError
+from forerun.trainers.setup import RunDirectory
 from forerun.trainers.sft import SFTTrainer
 
 
@@ -90,3 +92,25 @@ def test_what_a_killed_export_left_goes_with_the_next(settings: list[str]) -> No
     (run / ".model.x1y2.partial" / "model.safetensors").write_bytes(b"half")
     train(settings)
     assert not list(run.glob(".*"))
+
+
+def test_a_second_run_at_the_same_time_is_refused_and_one_that_follows_is_not(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, refused = RunDirectory.save, []
+
+    def meanwhile(run: RunDirectory, *arguments: Any) -> Path:
+        found = save(run, *arguments)
+        with pytest.raises(UsageError, match="another run is at work there: wait for its end"):
+            train(settings, "trainer.total_steps=3")
+        refused.append(found)
+        return found
+
+    run = Path(settings[3].partition("=")[2])
+    with monkeypatch.context() as patched:
+        patched.setattr(RunDirectory, "save", meanwhile)
+        patched.setattr("forerun.trainers.setup.LOCK_PATIENCE_S", 0.3)
+        train(settings)
+    assert refused == checkpoints(run) == [run / "checkpoint-2"]
+    train(settings, "trainer.total_steps=3")
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-2", "checkpoint-3"]
