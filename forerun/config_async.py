@@ -52,6 +52,13 @@ def check_async(
         raise UsageError(
             "launch=torchrun with async_training.enable=true: asynchronous training is of launch=local and launch=ray"
         )
+    if launch != "ray":
+        for name in ("worker_num_cpus", "worker_num_gpus", "worker_timeout_s"):
+            if (value := getattr(settings, name)) != getattr(AsyncTrainingConfig(), name):
+                raise UsageError(
+                    f"async_training.{name}={value:g} is of launch=ray, where workers are processes: unset it, or set "
+                    "launch=ray"
+                )
     if settings.max_staleness < settings.trigger_parameter_sync_step - 1:
         raise UsageError(
             f"async_training.max_staleness={settings.max_staleness} with "

@@ -28,6 +28,7 @@ CORRECTION = "algorithm.rollout_correction"
             ["rollout={engine: vllm, base_url: 'http://127.0.0.1:8000'}", "async_training.num_workers=2"],
             "num_workers=2 with rollout.base_url, which is one server",
         ),
+        (["async_training.worker_num_gpus=2"], "worker_num_gpus=2 is of launch=ray, where workers are processes"),
         (["async_training.max_staleness=-1"], "async_training.max_staleness=-1 must be at least 0"),
     ],
 )
