@@ -36,6 +36,7 @@ JUDGED_ROW = 30e-6
 COLLECTIVE = 12e-6
 # Engines keep recurrent states in float32.
 STATE_BYTES = 4
+_MOST_DEVICES = 1 << 16
 
 
 class StepCost(Protocol):
@@ -66,8 +67,8 @@ class Deployment:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel < 1:
-            raise UsageError(f"tensor_parallel={self.tensor_parallel} must be at least 1")
+        if not 1 <= self.tensor_parallel <= _MOST_DEVICES:
+            raise UsageError(f"tensor_parallel={self.tensor_parallel} must lie between 1 and {_MOST_DEVICES}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise UsageError(f"max_tokens={self.max_tokens} must be at least 1")
 

@@ -18,6 +18,7 @@ from forerun.planner.hardware import Precision
 _NORMS, _ATTENTION, _LATENT, _DELTA_NET, _MLP, _EXPERTS = 2, 7, 13, 16, 3, 12
 # What a layer's parts add up to.
 _SUMMED = ("kernels", "weights", "normed", "saved", "working")
+_LARGEST = 1 << 40
 # Names that families have for the number of MTP layers (forerun/families, which this module must not import: torch).
 _DEPTH_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
@@ -283,6 +284,8 @@ def _experts(text: Mapping[str, Any], name: str) -> dict[str, Any]:
     shared = _size(text, "shared_expert_intermediate_size", name, absent=0)
     shared = shared or width * _size(text, "n_shared_experts", name, absent=0)
     experts, used = _number_of_experts(text, name), _size(text, "num_experts_per_tok", name)
+    if used > experts:
+        raise UsageError(f"{name}: num_experts_per_tok={used} in its config.json is more than its {experts} experts")
     return {
         "weights": hidden * experts + 3 * hidden * shared,
         "experts": experts,
@@ -301,6 +304,8 @@ def _size(text: Mapping[str, Any], key: str, name: str, absent: int | None = Non
         return absent
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"{name}: {key} is {value!r} in its config.json and must be a positive integer")
+    if value > _LARGEST:
+        raise UsageError(f"{name}: {key} is above {_LARGEST} in its config.json, which no model has: correct it")
     return value
 
 

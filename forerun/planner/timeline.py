@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from forerun.errors import UsageError
 
 _SPANS = 64
 _MOST_ROWS = 1 << 16
+_MOST_TOKENS = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,12 @@ def from_lengths(lengths: Sequence[int], prompt: int) -> list[Span]:
     """Completions of these lengths that all start together, after a prompt of `prompt` tokens.
 
     Raises:
-        UsageError: no lengths, or one below 1.
+        UsageError: no lengths, one below 1, or one above 2^40.
     """
     if not lengths or min(lengths) < 1:
         raise UsageError("completion lengths must be at least 1, and there must be one")
+    if max(lengths) > _MOST_TOKENS:
+        raise UsageError(f"a completion is longer than {_MOST_TOKENS} tokens, the most that is planned for")
     spans, done = [], 0
     ordered = sorted(lengths)
     for index, length in enumerate(ordered):
@@ -63,10 +65,13 @@ def parse(text: str, prompt: int, context: float) -> list[Span]:
         context: tokens in a row's cache, where lengths are not known.
 
     Raises:
-        UsageError: it is none of these, or of more than 65,536 rows; or no such context.
+        UsageError: it is none of these, of more than 65,536 rows or 2^40 tokens a row; or no such context.
     """
-    if prompt < 0 or not 0 <= context < math.inf:
-        raise UsageError(f"--prompt-length {prompt} and --context {context} must be numbers of tokens, not negative")
+    if not (0 <= prompt <= _MOST_TOKENS and 0 <= context <= _MOST_TOKENS):
+        raise UsageError(
+            f"--prompt-length {prompt} and --context {context} must be numbers of tokens, not negative and at "
+            f"most {_MOST_TOKENS}"
+        )
     spans = _read(text, prompt, context)
     if (rows := max(span.rows for span in spans)) > _MOST_ROWS:
         raise UsageError(f"--batch {text!r} has {rows} rows: {_MOST_ROWS} is the most that is planned for")
@@ -80,7 +85,7 @@ def _read(text: str, prompt: int, context: float) -> list[Span]:
             return from_lengths([int(word) for word in words], prompt)
         if text.startswith("tail:"):
             rows, longest = (int(part) for part in text[5:].split(":"))
-            if rows < 1 or longest < 1:
+            if rows < 1 or not 1 <= longest <= _MOST_TOKENS:
                 raise ValueError
             if rows > _MOST_ROWS:  # not worth working out
                 return [Span(rows, longest, context)]
@@ -89,7 +94,7 @@ def _read(text: str, prompt: int, context: float) -> list[Span]:
         for part in text.split(","):
             rows_text, _, tokens_text = part.partition(":")
             span = Span(int(rows_text), float(tokens_text or 1), context)
-            if span.rows < 1 or not 0 < span.tokens < float("inf"):
+            if span.rows < 1 or not 0 < span.tokens <= _MOST_TOKENS:
                 raise ValueError
             spans.append(span)
         return spans

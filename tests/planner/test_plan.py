@@ -94,6 +94,9 @@ def test_timelines_as_written(tmp_path: Path) -> None:
             parse(wrong, 5, 100)
     with pytest.raises(UsageError, match="cannot read"):
         parse("@nowhere", 5, 100)
+    file.write_text(f"1 {10**400}")
+    with pytest.raises(UsageError, match="longer than"):
+        parse(f"@{file}", 5, 100)
 
 
 def test_spans_hold_every_token_once() -> None:

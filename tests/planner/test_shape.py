@@ -115,6 +115,8 @@ def test_a_missing_size_is_named(wrong: dict[str, Any]) -> None:
     "wrong",
     [
         {"num_key_value_heads": -1},
+        {"intermediate_size": 10**300},
+        {"num_experts": 4, "num_experts_per_tok": 5},
         {"head_dim": "x"},
         {"full_attention_interval": [2]},
         {"layer_types": 3},
