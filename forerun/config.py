@@ -148,7 +148,7 @@ class DistributedConfig:
         if (self.nnodes > 1) != (self.rdzv_endpoint is not None):
             raise UsageError(
                 f"{prefix}nnodes={self.nnodes} with {prefix}rdzv_endpoint={self.rdzv_endpoint or 'null'}: several "
-                "machines meet at the HOST:PORT of one of them, and one machine needs none"
+                f"machines meet at HOST:PORT of one of them (launch=ray: {prefix}ray_address), and one needs none"
             )
 
 
