@@ -9,8 +9,10 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,13 +50,14 @@ def connected(address: str | None, cpus: int) -> Iterator[Any]:
 
     Args:
         address: HOST:PORT of a Ray that runs, or "auto" for this machine's. None starts one here, on the loopback
-            interface alone and behind a token of its own, without a dashboard; it ends with the block, and if this
-            process is killed, with that.
+            interface alone and behind a token of its own, without a dashboard; it ends with the block. If this process
+            is killed it ends too, the last of its processes within two minutes, and leaves its directory.
         cpus: that the one which is started says it has, if this machine has fewer.
 
     Raises:
         UsageError: Ray is not installed, or the address is no address.
         ForerunError: it does not start, or nobody answers.
+        KeyboardInterrupt: this process was asked to end (SIGTERM).
     """
     if address is None:
         # Read when Ray is imported. Ray listens to the whole network otherwise, whatever address its node is given.
@@ -65,6 +68,7 @@ def connected(address: str | None, cpus: int) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
+    earlier = signal.getsignal(signal.SIGTERM)
     folder = tempfile.mkdtemp(prefix="ray-") if address is None else None
     settings: dict[str, Any] = {
         "address": address or "local",
@@ -86,11 +90,24 @@ def connected(address: str | None, cpus: int) -> Iterator[Any]:
         except Exception as error:  # Ray raises bare ones, too
             where = "does not start" if address is None else f"at distributed.ray_address={address} cannot be used"
             raise ForerunError(f"Ray {where}: {one_line(error)}") from error
+        # Ray's own handler ends its processes at once, and this one aborts when it calls them after that.
+        _handle_sigterm(_interrupt)
         yield ray
     finally:
         ray.shutdown()
+        _handle_sigterm(earlier or signal.SIG_DFL)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _handle_sigterm(handler: Any) -> None:
+    """Set the handler, in the thread that has it."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _knock(address: str) -> None:

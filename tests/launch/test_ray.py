@@ -228,6 +228,45 @@ def test_a_run_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
         shutil.rmtree(short, ignore_errors=True)
 
 
+WAITING = """
+import os, signal, time
+from forerun.cluster import connected
+try:
+    with connected(None, cpus=1) as ray:
+        print(os.getpid(), flush=True)
+        ray.get(ray.remote(lambda: time.sleep(1000)).remote())
+except KeyboardInterrupt:
+    print("interrupted", signal.getsignal(signal.SIGTERM).name)
+"""
+
+
+def test_sigterm_interrupts_as_ctrl_c_does() -> None:
+    """Ray's own handler would end its processes under the run's feet, which aborts then."""
+    short = tempfile.mkdtemp(prefix="fr")
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING],
+        env=os.environ | {"TMPDIR": short},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    started: list[psutil.Process] = []
+    try:
+        assert process.stdout is not None and int(process.stdout.readline()) == process.pid
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        output, _ = process.communicate(timeout=LIMIT_S)
+        assert (process.returncode, output) == (0, "interrupted SIG_DFL\n")
+        _, alive = psutil.wait_procs(started, timeout=LIMIT_S)
+        assert started and not alive and os.listdir(short) == []
+    finally:
+        for child in [*started, process]:
+            if psutil.pid_exists(child.pid):
+                child.kill()
+        shutil.rmtree(short, ignore_errors=True)
+
+
 def _wait(until: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not until():
