@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 from forerun import cli
 from forerun.planner.from_config import job_of, read_config
 from forerun.planner.hardware import find
-from forerun.planner.serving_memory import USABLE
 from forerun.planner.train_plan import make_train_plan
 
 GIB = 2**30
@@ -147,9 +147,10 @@ def test_the_advice_holds(capsys: pytest.CaptureFixture[str], sft: Path, overrid
 
 
 def test_fitting_leaves_room_for_what_is_not_a_tensor(sft: Path) -> None:
-    config = read_config(sft, [], None)
-    made = make_train_plan(job_of(config, "cuda"), find("h200"))
-    assert made.fits == (made.peak <= USABLE * 141e9)
+    job, device = job_of(read_config(sft, [], None), "cuda"), find("h200")
+    need = make_train_plan(job, device).peak
+    assert make_train_plan(job, replace(device, memory=need / 0.95)).fits is False
+    assert make_train_plan(job, replace(device, memory=need / 0.90)).fits is True
 
 
 @pytest.mark.parametrize(
