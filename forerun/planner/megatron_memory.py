@@ -7,16 +7,12 @@ optimizer cuts its state (and float32 weights, where the model's are bfloat16) o
 
 from __future__ import annotations
 
+from forerun.engines.megatron.layout import stage_sizes
 from forerun.planner.memory import Parts, Peak, activation_bytes
 from forerun.planner.shape import LayerShape
 from forerun.planner.training import TrainingRun
 
 _FLOAT32 = 4
-
-
-def stage_sizes(layers: int, stages: int) -> list[int]:
-    """Layers per stage; the last ones get fewer (`forerun.engines.megatron.layout`)."""
-    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
 def megatron_peaks(run: TrainingRun) -> list[Peak]:

@@ -11,8 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from forerun.engines.megatron.layout import stage_sizes
 from forerun.planner.hardware import Hardware
-from forerun.planner.megatron_memory import layer_parameters, stage_sizes
+from forerun.planner.megatron_memory import layer_parameters
 from forerun.planner.shape import LayerShape
 from forerun.planner.training import TrainingRun
 

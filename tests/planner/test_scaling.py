@@ -9,7 +9,7 @@ import pytest
 
 from forerun.errors import UsageError
 from forerun.planner.hardware import find
-from forerun.planner.megatron_memory import megatron_peaks, stage_sizes
+from forerun.planner.megatron_memory import megatron_peaks
 from forerun.planner.memory import torch_peaks
 from forerun.planner.scaling import pretraining_hours, reference_run, tables, with_mtp, write
 from forerun.planner.shape import load_shape
@@ -79,7 +79,6 @@ def test_megatron_state_by_hand() -> None:
 def test_stages_bear_what_the_layout_says() -> None:
     layout = Layout("megatron", 32, pipeline=4, expert=8)
     run = with_mtp(reference_run("deepseek-r1", layout), isolated=False)
-    assert stage_sizes(61, 4) == [16, 15, 15, 15]
     plain = megatron_peaks(reference_run("deepseek-r1", layout))[1].total
     assert megatron_peaks(run)[1].total > plain  # the last stage's MTP layer outweighs the first one's sixteenth
     wide = megatron_peaks(replace(run, layout=replace(layout, ranks=64, expert=16)))[1].parts

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from forerun.errors import UsageError
 
 
+def stage_sizes(layers: int, stages: int) -> list[int]:
+    """Layers per stage, in the order in which they run; the last stages, which bear head and MTP block, get fewer."""
+    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
+
+
 @dataclass(frozen=True)
 class ParallelLayout:
     """Megatron-Core's parallel sizes; what is left of the ranks are data-parallel replicas.
@@ -74,7 +79,7 @@ class ParallelLayout:
         return replicas
 
     def stage_sizes(self, layers: int) -> list[int]:
-        """Layers per stage, in the order in which they run; the last stages, which bear head and MTP block, get fewer.
+        """See the function; of all chunks.
 
         Raises:
             UsageError: fewer layers than stages.
@@ -85,4 +90,4 @@ class ParallelLayout:
                 f"{layers} layers cannot fill {stages} pipeline stages: lower pipeline_model_parallel_size or "
                 "virtual_pipeline_model_parallel_size"
             )
-        return [layers // stages + (stage < layers % stages) for stage in range(stages)]
+        return stage_sizes(layers, stages)
