@@ -10,6 +10,8 @@ from torch import Tensor
 
 from forerun.data.batch import Batch
 from forerun.errors import ForerunError
+from forerun.mtp.config import MaskRule
+from forerun.mtp.shift import depth_counts
 
 LossFn = Callable[[Tensor, Batch], tuple[Tensor, Mapping[str, Tensor | float]]]
 """The main loss of one micro-batch.
@@ -41,6 +43,15 @@ def merge_metrics(total: dict[str, float], new: Mapping[str, Tensor | float]) ->
             total[name] = max(total[name], number)
         else:
             total[name] += number
+
+
+def step_depth_counts(batches: Sequence[Batch], num_depths: int, rule: MaskRule) -> list[int]:
+    """N_k of a whole step, depth 1 first, so that every micro-batch of it divides by the same numbers."""
+    totals = [0] * num_depths
+    for batch in batches:
+        counts = depth_counts(batch.document_ids, batch.loss_mask, num_depths, rule)
+        totals = [a + b for a, b in zip(totals, counts, strict=True)]
+    return totals
 
 
 @runtime_checkable

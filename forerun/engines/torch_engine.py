@@ -29,7 +29,7 @@ from forerun.engines.optimizer import (
     clip_gradients,
     learning_rates,
 )
-from forerun.engines.protocol import LossFn, NonFiniteError, merge_metrics
+from forerun.engines.protocol import LossFn, NonFiniteError, merge_metrics, step_depth_counts
 from forerun.engines.ranks import RankGroup
 from forerun.engines.saving import Saver, Tensors
 from forerun.engines.state import (
@@ -47,7 +47,7 @@ from forerun.models.training import MTPOutput, mtp_forward
 from forerun.models.trunk import base_model, project
 from forerun.mtp.config import MTPConfig
 from forerun.mtp.losses import chunked_log_probs
-from forerun.mtp.shift import LookAhead, depth_counts, look_ahead_in_rows
+from forerun.mtp.shift import LookAhead, look_ahead_in_rows
 from forerun.mtp.stats import MTPStats
 from forerun.report.atomic import failures
 
@@ -253,16 +253,10 @@ class TorchEngine:
         return report
 
     def _depth_counts(self, batches: Sequence[Batch]) -> list[int] | None:
-        """N_k of the whole step, so that every micro-batch divides by the same number."""
         if not self.train_mtp:
             return None
         assert isinstance(self.model, MTPCarrier) and self.mtp_config is not None
-        num_depths = self.model.mtp.num_depths
-        totals = [0] * num_depths
-        for batch in batches:
-            counts = depth_counts(batch.document_ids, batch.loss_mask, num_depths, self.mtp_config.mask_rule)
-            totals = [a + b for a, b in zip(totals, counts, strict=True)]
-        return totals
+        return step_depth_counts(batches, self.model.mtp.num_depths, self.mtp_config.mask_rule)
 
     def _non_finite(self, what: str, figures: Mapping[str, float]) -> None:
         """Give the step up: raise, or mark it to be dropped."""

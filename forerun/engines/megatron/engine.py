@@ -32,12 +32,11 @@ from forerun.engines.megatron.optimizer import MegatronOptimizer
 from forerun.engines.megatron.saved_parts import part_randoms, part_tensors, read_document, read_part, write_part
 from forerun.engines.megatron.settings import MegatronEngineConfig, check_settings
 from forerun.engines.megatron.weights import file_weights, named_weights
-from forerun.engines.protocol import LossFn, NonFiniteError, merge_metrics
+from forerun.engines.protocol import LossFn, NonFiniteError, merge_metrics, step_depth_counts
 from forerun.engines.ranks import RankGroup
 from forerun.engines.saving import Saver, Tensors
 from forerun.errors import UsageError
 from forerun.mtp.config import MTPConfig
-from forerun.mtp.shift import depth_counts
 from forerun.mtp.stats import MTPStats
 from forerun.report.atomic import failures, write_text
 
@@ -242,15 +241,10 @@ class MegatronEngine:
         return parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
 
     def _depth_counts(self, batches: Sequence[Batch]) -> list[int] | None:
-        """N_k of the whole step."""
         if not self.train_mtp:
             return None
         assert self.mtp_config is not None
-        totals = [0] * self._depths
-        for batch in batches:
-            counts = depth_counts(batch.document_ids, batch.loss_mask, self._depths, self.mtp_config.mask_rule)
-            totals = [a + b for a, b in zip(totals, counts, strict=True)]
-        return totals
+        return step_depth_counts(batches, self._depths, self.mtp_config.mask_rule)
 
     def _non_finite(self, what: str, figures: Mapping[str, float]) -> None:
         """Give the step up: raise, or mark it to be dropped."""
