@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -53,7 +55,7 @@ class Client:
     Attributes:
         name: what the server is, for messages: "vLLM" or "SGLang".
         base_url: such as http://127.0.0.1:30000.
-        timeout_s: seconds without a byte from the server after which a call fails.
+        timeout_s: seconds without a byte from the server after which a call fails; one call may ask for fewer.
         process: the server's, if it is ours.
     """
 
@@ -61,6 +63,8 @@ class Client:
     base_url: str
     timeout_s: float = 3600.0
     process: ChildProcess | None = None
+    _calls: set[http.client.HTTPConnection] = field(default_factory=set, init=False, repr=False, compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_address(self.base_url)
@@ -77,6 +81,14 @@ class Client:
             ForerunError: it cannot be reached, or broke off.
         """
         return self._call("POST", path, {} if body is None else body, timeout_s)
+
+    def hang_up(self) -> None:
+        """Break off the calls that wait for an answer now: they fail. For any thread."""
+        with self._lock:
+            for connection in self._calls:
+                if connection.sock is not None:
+                    with suppress(OSError):  # the server was faster
+                        connection.sock.shutdown(socket.SHUT_RDWR)
 
     @contextmanager
     def reading(self, path: str) -> Iterator[None]:
@@ -96,10 +108,11 @@ class Client:
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
         parts = urlsplit(self.base_url)
         assert parts.hostname is not None
-        connection = http.client.HTTPConnection(
-            parts.hostname, parts.port or 80, timeout=self.timeout_s if timeout_s is None else timeout_s
-        )
+        patience = self.timeout_s if timeout_s is None else min(timeout_s, self.timeout_s)
+        connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=patience)
         payload = None if body is None else json.dumps(body).encode()
+        with self._lock:
+            self._calls.add(connection)
         try:
             connection.request(method, path, payload, {"Content-Type": "application/json"})
             response = connection.getresponse()
@@ -107,11 +120,14 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             if self.process is not None and self.process.ends_within(_DYING_S):
                 raise ForerunError(f"the {self.name} server has ended: {self.process.last_error()}") from None
+            ours = isinstance(error, TimeoutError) and error.errno is None  # the system's own comes with a number
+            reason = f"nothing came for {patience:g} s" if ours else one_line(error)
             raise ForerunError(
-                f"the {self.name} server at {self.base_url} did not answer {path} ({one_line(error)}): start it, or "
-                "see its log"
+                f"the {self.name} server at {self.base_url} did not answer {path} ({reason}): start it, or see its log"
             ) from None
         finally:
+            with self._lock:
+                self._calls.remove(connection)
             connection.close()
         if status >= 400:
             reason = reason_of(text)

@@ -31,7 +31,7 @@ from forerun.models.carrier import MTPCarrier, mtp_weight_names, named_weights
 from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import Completion, Request, SamplingParams
 
-Fault = Literal["500", "drop"]
+Fault = Literal["500", "drop", "lost", "hang"]
 _GATHER_S = 0.01
 _UNSEEDED = 42
 
@@ -124,13 +124,19 @@ class SGLangServer:
     # Faults and what tests look at
 
     def fail(self, path: str, *faults: Fault | None) -> None:
-        """The next calls of `path` fail so, in turn; None is a call that goes well."""
+        """The next calls of `path` fail so, in turn: refused, dropped undone, done and dropped, never answered. None is
+        a call that goes well."""
         self.faults[path] = list(faults)
 
     def comes_to_rest(self) -> bool:
         """Whether nothing is running or waiting any more, now or soon."""
         with self._lock:
             return self._lock.wait_for(lambda: not self._queue and not self._running, timeout=30)
+
+    def hang(self) -> None:
+        """Until the server closes."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._closed)
 
     def paths(self) -> list[str]:
         return [path for path, _ in self.calls if path != "/abort_request"]
@@ -457,7 +463,11 @@ def serving(server: SGLangServer) -> Iterator[str]:
         def _answer(self, body: dict[str, Any]) -> None:
             pending = server.faults.get(self.path)
             fault = pending.pop(0) if pending else None
-            if fault == "drop":
+            if fault == "hang":
+                server.hang()
+            if fault == "lost":
+                server.answer(self.path, body)
+            if fault in ("drop", "lost", "hang"):
                 self.connection.close()
                 return
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,9 @@ from forerun.errors import ForerunError, UsageError
 from forerun.models.carrier import MTPCarrier, mtp_weight_names, named_weights
 from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
+from forerun.rollout.sglang import engine as engine_module
+from forerun.rollout.sglang import run
+from forerun.rollout.sglang import server as server_module
 from forerun.rollout.sglang.engine import SGLangEngine
 from forerun.rollout.sglang.transport import InRequest
 from forerun.rollout.sync import digest
@@ -42,7 +46,7 @@ def served(checkpoint: Path, engine: dict[str, Any] | None = None, **server: Any
     with ExitStack() as stack:
         made = SGLangServer(tiny.carrier(), checkpoint, **server)
         url = stack.enter_context(serving(made))
-        sglang = SGLangEngine(url, timeout_s=60, **(engine or {}))
+        sglang = SGLangEngine(url, **{"timeout_s": 60, **(engine or {})})
         stack.callback(sglang.close)
         yield made, sglang
 
@@ -277,6 +281,50 @@ def test_a_failed_request_ends_the_others(checkpoint: Path, fault: Any, message:
         assert len(engine.generate(asked)) == 4  # and the engine goes on
 
 
+def test_a_server_that_hangs_is_left_in_the_end(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request fails, three others hang, and so do the aborts."""
+    monkeypatch.setattr(run, "_ABORT_S", 0.2)
+    asked = tiny.requests(tiny.prompts(4), max_tokens=6, temperature=0)
+    errors: list[str] = []
+
+    def generate() -> None:
+        with pytest.raises(ForerunError) as caught:
+            engine.generate(asked)
+        errors.append(str(caught.value))
+
+    with served(checkpoint, engine={"timeout_s": 3600}) as (made, engine):
+        made.fail("/generate", "hang", "hang", "hang", "500")
+        made.fail("/abort_request", *["hang"] * 100)
+        thread = threading.Thread(target=generate, daemon=True)
+        thread.start()
+        thread.join(30)
+        assert errors and "HTTP 500" in errors[0]
+        made.faults.clear()
+        assert len(engine.generate(asked)) == 4
+
+
+def test_a_request_that_waited_too_long_is_aborted(checkpoint: Path) -> None:
+    asked = tiny.requests(tiny.prompts(1), max_tokens=6, temperature=0)
+    with served(checkpoint, engine={"timeout_s": 2}) as (made, engine):
+        made.fail("/generate", "hang")
+        with pytest.raises(ForerunError, match=r"did not answer /generate \(nothing came for 2 s\)"):
+            engine.generate(asked)
+        assert [path for path, _ in made.calls][-1] == "/abort_request"
+        assert len(engine.generate(asked)) == 1
+
+
+def test_what_should_come_at_once_is_not_waited_for_long(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(checkpoint, engine={"timeout_s": 3600}) as (made, engine):
+        monkeypatch.setattr(engine_module, "_IDLE_S", 0.2)
+        made.fail("/flush_cache", "hang")
+        with pytest.raises(ForerunError, match=r"did not answer /flush_cache \(nothing came for 0.2 s\)"):
+            engine.sleep()
+        monkeypatch.setattr(server_module, "_FACTS_S", 0.2)
+        made.fail("/server_info", "hang")
+        with pytest.raises(ForerunError, match=r"did not answer /server_info \(nothing came for 0.2 s\)"):
+            SGLangEngine(engine.client.base_url)
+
+
 def test_an_error_in_on_finish_ends_the_rest(checkpoint: Path) -> None:
     asked = [Request(f"r{i}", [1], SamplingParams(1 if i == 0 else 60, temperature=0)) for i in range(4)]
 
@@ -313,6 +361,15 @@ def test_no_server_is_one_line(tmp_path: Path) -> None:
 
 
 # Weights
+
+
+def test_a_pause_whose_answer_was_lost_does_not_last(checkpoint: Path) -> None:
+    asked = tiny.requests(tiny.prompts(2), max_tokens=6, temperature=0)
+    with served(checkpoint, engine={"timeout_s": 5}) as (made, engine):
+        made.fail("/pause_generation", "lost")
+        with pytest.raises(ForerunError, match="did not answer /pause_generation"):
+            engine.update_weights(named_weights(changed()), 1)
+        assert engine.weight_version == 0 and len(engine.generate(asked)) == 2
 
 
 @pytest.mark.parametrize("way", ["request", "gloo"])

@@ -315,7 +315,7 @@ class SGLangEngine:
         deadline = time.monotonic() + _IDLE_S
         while True:
             try:
-                self.client.post("/flush_cache")
+                self.client.post("/flush_cache", timeout_s=_IDLE_S)
                 return
             except Refused as error:
                 if time.monotonic() > deadline:

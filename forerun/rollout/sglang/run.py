@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -10,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from forerun.errors import ForerunError, UsageError
-from forerun.rollout.client import Client
+from forerun.rollout.client import Client, Refused
 from forerun.rollout.protocol import Completion, Request
 from forerun.rollout.sglang.completion import aborted, to_completion
 from forerun.rollout.sglang.sampling import to_sglang, top_log_probs_wanted
@@ -18,6 +19,8 @@ from forerun.rollout.sglang.server import ServerFacts
 
 # An abort that overtakes its request is lost on the server, so it is sent again until the request has ended.
 _ABORT_AGAIN_S = 0.05
+# A server that answers no abort for so long hangs.
+_ABORT_S = 10.0
 
 
 class Run:
@@ -100,8 +103,12 @@ class Run:
                 with self._lock:
                     self._over = True
                     pending = self._pending
+                deadline = time.monotonic() + _ABORT_S
                 while pending:
-                    self.abort(self.rids)
+                    if time.monotonic() < deadline:
+                        self.abort(self.rids)
+                    else:  # SGLang aborts what nobody waits for any more
+                        self.client.hang_up()
                     _, pending = wait(pending, timeout=_ABORT_AGAIN_S)
 
     def _left(self) -> set[Future[Completion]]:
@@ -120,8 +127,12 @@ class Run:
         with self._lock:
             running = self._aborting & self._running
         for request_id in running:
-            with suppress(ForerunError):  # a server that is gone shows in the request itself
-                self.client.post("/abort_request", {"rid": self.rids[request_id]}, timeout_s=10)
+            try:
+                self.client.post("/abort_request", {"rid": self.rids[request_id]}, timeout_s=_ABORT_S)
+            except Refused:
+                continue
+            except ForerunError:  # a server that is gone or hangs shows in the request itself
+                return
 
     def _complete(self, index: int) -> Completion:
         request = self.requests[index]
@@ -129,7 +140,14 @@ class Run:
             with self._lock:
                 if request.request_id in self._aborting:
                     return aborted(request)
-            answer = self.client.post("/generate", self._body(index))
+            try:
+                answer = self.client.post("/generate", self._body(index))
+            except Refused:
+                raise
+            except ForerunError:  # the server may be at it still
+                with suppress(ForerunError):
+                    self.client.post("/abort_request", {"rid": self.rids[request.request_id]}, timeout_s=_ABORT_S)
+                raise
             return to_completion(request, answer, self.facts, self.version)
         finally:
             with self._lock:

@@ -27,6 +27,8 @@ _DTYPES = {
     "float16": torch.float16,
     "half": torch.float16,
 }
+# Settings come at once from a server that is up, or after the step that it is at.
+_FACTS_S = 60.0
 _DRAFTING = ("EAGLE", "NEXTN")  # the server reports NEXTN as EAGLE
 
 
@@ -73,14 +75,14 @@ def read_facts(client: Client) -> ServerFacts:
         ForerunError: it does not answer.
     """
     try:
-        info = client.get("/server_info")
+        info = client.get("/server_info", _FACTS_S)
     except Refused as error:
         if error.status != 404:
             raise
-        info = client.get("/get_server_info")  # its older name
+        info = client.get("/get_server_info", _FACTS_S)  # its older name
     if not isinstance(info, Mapping):
         raise UsageError(f"{client.base_url} is no SGLang server: /server_info gave no settings")
-    models = client.get("/v1/models")
+    models = client.get("/v1/models", _FACTS_S)
     with client.reading("/server_info and /v1/models"):
         return _facts(info, models)
 

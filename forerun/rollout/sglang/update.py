@@ -46,8 +46,8 @@ def send_update(
         BrokeOff: the server refused a bucket or what follows, or is gone.
         ForerunError: the same, before the first bucket.
     """
-    _pause(client)
     try:
+        _pause(client)
         session = _begin(client)
         if drafts and not session and not transport.reaches_drafter_always:
             raise ForerunError(
@@ -55,7 +55,7 @@ def send_update(
                 "send them with transport='request', or use a version that has /begin_weight_update"
             )
     except ForerunError:
-        with suppress(ForerunError):
+        with suppress(ForerunError):  # also where only the answer to the pause was lost
             _go_on(client)
         raise
     try:
