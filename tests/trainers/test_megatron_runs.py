@@ -103,6 +103,8 @@ def rank_runs(group: dist.ProcessGroup, place: Path) -> None:
     shorter = sft(place, "sft-stopped", *MEGATRON, "trainer.total_steps=2", "trainer.save_freq=1")
     shorter.optim.lr_scheduler_type = "constant"
     run_sft(shorter, mesh)
+    if group.rank() == 0:
+        (place / "sft-stopped" / "checkpoint-2" / "seen").touch()
     shorter.trainer.total_steps = 3  # goes on from the checkpoint
     run_sft(shorter, mesh)
     run_rl(rl(place, "rl-megatron", *MEGATRON), mesh)
@@ -138,7 +140,9 @@ def test_an_sft_run_is_the_torch_engines(place: Path) -> None:
 
 
 def test_a_run_goes_on_from_its_checkpoint(place: Path) -> None:
-    assert (place / "sft-stopped" / "checkpoint-3").is_dir() and len(lines(place / "sft-stopped")) == 4
+    run = place / "sft-stopped"
+    assert (run / "checkpoint-3").is_dir() and len(lines(run)) == 4
+    assert (run / "checkpoint-2" / "seen").exists()  # a run that started anew would have written it again
 
 
 def test_an_rl_run_is_the_torch_engines(place: Path) -> None:
