@@ -176,8 +176,7 @@ class Rollouts:
         ):
             raise ForerunError(
                 f"step {self.ledger.steps_done + 1}: {len(self.ledger.dropped)} groups in a row had nothing to learn "
-                "from: the task is "
-                "solved or out of reach; give other prompts, or raise rollout.n or "
+                "from: the task is solved or out of reach; give other prompts, or raise rollout.n or "
                 "algorithm.filter_groups.max_num_gen_batches"
             )
 
