@@ -27,6 +27,8 @@ _LAW_WEIGHT = 3.0
 _DRAFTER_SHARE = 0.1
 _BELIEF = 0.03
 _REFIT_STEPS = 16
+# To the fit, no step is so many times shorter or longer than a typical one: squares must stay within a float's digits.
+_SPREAD = 1e3
 
 
 @dataclass
@@ -115,7 +117,7 @@ class StepCosts:
         matrix = [[beliefs[i] if i == j else 0.0 for j in range(4)] for i in range(4)]
         target = [0.0] * 4
         for (_, depth), cell, weight in cells:
-            seconds = math.exp(cell.log_seconds)
+            seconds = min(max(math.exp(cell.log_seconds), typical / _SPREAD), typical * _SPREAD)
             x = [f * u / seconds for f, u in zip(_features(cell.rows, depth), units, strict=True)]
             for i in range(4):
                 target[i] += weight * x[i]

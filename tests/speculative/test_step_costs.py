@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 import torch
 
@@ -67,6 +70,17 @@ def test_old_measurements_speak_less() -> None:
     for _ in range(100):
         costs.observe(4, 0, 1.0)
     assert costs.predict(4, 1)[1] == pytest.approx(fresh / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("times", [(0.0,), (0.0, 60.0), (1e-4, 1e6)])
+def test_steps_of_no_time_and_of_much_are_survived(times: tuple[float, ...]) -> None:
+    """A coarse clock and a process that was stopped: their ratio must not leave the law without a solution."""
+    for seed in range(20):
+        chance, costs = random.Random(seed), StepCosts(200.0)
+        for _ in range(100):
+            rows, depth = chance.randint(1, 40), chance.randint(0, 3)
+            costs.observe(rows, depth, chance.choice(times))
+            assert 0 < costs.predict(rows, depth)[0] < math.inf
 
 
 def test_solver_equals_torch() -> None:
