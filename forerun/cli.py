@@ -355,6 +355,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         os.environ.setdefault(name, value)
 
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the caller closed it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
     for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character of a text gets its number
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")

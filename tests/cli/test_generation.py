@@ -136,6 +136,14 @@ def test_a_terminal_that_lacks_a_character_gets_its_number(monkeypatch: pytest.M
     assert not whole.isascii() and numbers == whole.decode().encode("ascii", "backslashreplace")
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_stream_that_the_caller_closed_is_done_without(
+    stream: str, monkeypatch: pytest.MonkeyPatch, plain: Path
+) -> None:
+    monkeypatch.setattr(sys, stream, None)
+    assert cli.main(["generate", "--model", str(plain), "--prompt", "abc", "--max-tokens", "3"]) == 0
+
+
 def test_a_stop_string_ends_the_answer(capsys: pytest.CaptureFixture[str], plain: Path) -> None:
     ask = ("--prompt", "abc", "--max-tokens", "30", "--temperature", "1", "--seed", "3")
     whole = generate(capsys, plain, *ask)[1].rstrip("\n")
