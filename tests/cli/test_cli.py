@@ -204,10 +204,8 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 
 def test_an_interrupt_that_lands_in_a_destructor_is_not_lost() -> None:
     code = """
-import signal, sys, time
+import sys, time
 from forerun import cli
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts the tests may have it ignored
 
 class Late:
     def __del__(self):
