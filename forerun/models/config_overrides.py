@@ -35,12 +35,21 @@ def build_config(reader: CheckpointReader, family: FamilyRecord, trust_remote_co
     Raises:
         Exception: whatever transformers raises at a value that it cannot use.
     """
-    stored = copy.deepcopy(reader.config)  # transformers writes into the sections that it is given
+    stored = _decoded(reader.config)  # a copy: transformers writes into the sections that it is given
     if family.trunk_model_type is not None:
         own = {k: v for k, v in stored.items() if k not in ("model_type", "architectures", "auto_map")}
         return AutoConfig.for_model(family.trunk_model_type, **own)
     found = AutoConfig.from_pretrained(reader.path, trust_remote_code=trust_remote_code)
     return type(found).from_dict(stored)
+
+
+def _decoded(value: Any) -> Any:
+    """A copy with the floats that JSON cannot spell, which transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decoded(inner) for key, inner in value.items()}
+    return [_decoded(inner) for inner in value] if isinstance(value, list) else value
 
 
 def overridden_config(

@@ -131,8 +131,8 @@ _MASKS = [
         "counted-by-another-rule",
         "The loss is masked by the span rule and divided by the target rule's count.",
         "forerun.engines.torch_engine",
-        "batch.loss_mask, num_depths, self.mtp_config.mask_rule)",
-        "batch.loss_mask, num_depths)",
+        "num_depths, self.mtp_config.mask_rule)",
+        'num_depths, "target")',
         (f"{COUNTS}::test_each_depth_is_the_mean_over_the_positions_counted_by_hand[1-span]",),
     ),
     Mutation(
