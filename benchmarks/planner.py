@@ -93,14 +93,15 @@ def measure_vllm(
     args: argparse.Namespace, model_dir: Path, requests: Sequence[Request], batches: Sequence[int]
 ) -> list[float]:
     """Calibrate, predict and measure vLLM, one process per depth."""
-    others = sorted({1, max(batches), *(max(1, batch * 2 // 3) for batch in batches)} - (set(batches) - {1}))
+    # Between the predicted sizes and beyond the largest, so that nothing is extrapolated; 1 has no other on its side.
+    others = sorted({1, max(batches) * 5 // 4, *(max(1, batch * 2 // 3) for batch in batches)} - (set(batches) - {1}))
     costs: dict[int, Calibration] = {}
     measured: dict[tuple[int, int], float] = {}
     for depth in range(args.max_depth + 1):
         settings = LaunchSettings(
             python=args.vllm_python,
             num_speculative_tokens=depth,
-            max_num_seqs=max(batches),
+            max_num_seqs=max(others),
             max_model_len=512,
             kv_cache_bytes=1 << 30,
             enforce_eager=args.vllm_eager,

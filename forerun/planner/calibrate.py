@@ -6,6 +6,7 @@ turns measures them all. Another engine only shows whole calls; there, the time 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -105,7 +106,12 @@ def calibrate_native(engine: NativeEngine, requests: Sequence[Request], max_rows
 
 
 def calibrate_by_calls(
-    engine: RolloutEngine, depth: int, requests: Sequence[Request], sizes: Sequence[int], tokens: int = 32
+    engine: RolloutEngine,
+    depth: int,
+    requests: Sequence[Request],
+    sizes: Sequence[int],
+    tokens: int = 32,
+    rounds: int = 4,
 ) -> Calibration:
     """Measure steps at the engine's own fixed depth, from what `tokens` more tokens add to a call of `generate`.
 
@@ -117,27 +123,35 @@ def calibrate_by_calls(
         requests: see `calibrate_native`.
         sizes: numbers of rows to measure.
         tokens: of the shorter call; the longer has twice as many.
+        rounds: pairs of calls for each size, each with prompts of its own while there are any; a step takes what the
+            median pair says.
     """
     found = Calibration(StepCosts(_FOREVER), [0] * depth, [0] * depth)
+
+    def call(rows: int, first: int, length: int) -> tuple[float, float]:
+        """Seconds and steps of one call."""
+        asked = [_with_length(requests[(first + i) % len(requests)], f"row {i}", length) for i in range(rows)]
+        before = engine.speculation_totals()
+        started = time.perf_counter()
+        engine.generate(asked)
+        seconds = time.perf_counter() - started
+        after = engine.speculation_totals()
+        if not depth or before is None or after is None:
+            return seconds, length - 1
+        steps = after.num_verify_steps - before.num_verify_steps
+        accepted = before.accepted_per_depth or [0] * depth
+        for k in range(depth):
+            found.drafted[k] += steps
+            found.accepted[k] += after.accepted_per_depth[k] - accepted[k]
+        return seconds, steps / rows
+
     for rows in sizes:
-        seconds, steps = [], []
-        for length in (tokens, tokens, 2 * tokens):  # the first warms up
-            asked = [_with_length(requests[i % len(requests)], f"row {i}", length) for i in range(rows)]
-            before = engine.speculation_totals()
-            started = time.perf_counter()
-            engine.generate(asked)
-            seconds.append(time.perf_counter() - started)
-            after = engine.speculation_totals()
-            if depth and before is not None and after is not None:
-                steps.append((after.num_verify_steps - before.num_verify_steps) / rows)
-                accepted = before.accepted_per_depth or [0] * depth
-                for k in range(depth):
-                    found.drafted[k] += after.num_verify_steps - before.num_verify_steps
-                    found.accepted[k] += after.accepted_per_depth[k] - accepted[k]
-            else:
-                steps.append(length - 1)
-        step = max(seconds[2] - seconds[1], 1e-6) / max(steps[2] - steps[1], 1e-6)
-        found.costs.observe(rows, depth, step, 100 * _WEIGHT)
+        call(rows, 0, tokens)  # builds what the first steps of each shape build
+        measured = []
+        for first in range(0, rounds * rows, rows):
+            (short, few), (long, many) = call(rows, first, tokens), call(rows, first, 2 * tokens)
+            measured.append(max(long - short, 1e-6) / max(many - few, 1e-6))
+        found.costs.observe(rows, depth, statistics.median(measured), 100 * _WEIGHT)
     return found
 
 
