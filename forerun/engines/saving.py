@@ -63,11 +63,10 @@ class Saver:
 
 
 class _Beside:
-    """The thread that writes, the group that it talks over, the memory that it writes from."""
+    """The group that the writing threads talk over, the memory that they write from."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks.apart()
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
         cuda = torch.cuda.is_available()
         self._stager = DefaultStager(
             StagingOptions(
@@ -77,7 +76,10 @@ class _Beside:
 
     def start(self, directory: Path, tensors: Tensors, write: Write) -> Future[None]:
         copy: Any = self._stager.stage(dict(tensors))
-        return self._thread.submit(_save, directory, copy, write, self._ranks)
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        writing = thread.submit(_save, directory, copy, write, self._ranks)
+        thread.shutdown(wait=False)  # it ends with the save, so none outlives the training
+        return writing
 
 
 def _save(directory: Path, tensors: Tensors, write: Write, ranks: RankGroup) -> None:
