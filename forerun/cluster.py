@@ -5,6 +5,7 @@ This module and those that work inside Ray are the only ones that import it, and
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import secrets
@@ -63,7 +64,7 @@ def connected(address: str | None, cpus: int) -> Iterator[Any]:
         # Read when Ray is imported. Ray listens to the whole network otherwise, whatever address its node is given.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         os.environ.setdefault("RAY_AUTH_MODE", "token")
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ.setdefault("RAY_AUTH_TOKEN", _token())
     ray = import_ray()
     if ray.is_initialized():
         yield ray
@@ -98,6 +99,12 @@ def connected(address: str | None, cpus: int) -> Iterator[Any]:
         _handle_sigterm(earlier or signal.SIG_DFL)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@functools.cache
+def _token() -> str:
+    """One for the life of this process: Ray reads it once, and would not get into its second Ray by another."""
+    return secrets.token_hex(32)
 
 
 def _interrupt(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""One engine per session and kind; what it leaves running after `close` is an error."""
+"""One engine per kind; what it leaves running after `close` is an error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def running() -> set[str]:
     return children | {f"thread {thread.name}" for thread in threading.enumerate()}
 
 
-@pytest.fixture(scope="session", params=ENGINES)
+@pytest.fixture(scope="package", params=ENGINES)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     launch: Launch = request.param
     before = running()
