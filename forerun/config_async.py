@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from forerun.config_algorithm import AlgorithmConfig
 from forerun.config_check import bounded
@@ -47,11 +47,13 @@ def check_async(
         UsageError: names the setting.
     """
     if not settings.enable:
+        for item in fields(settings):
+            if (value := getattr(settings, item.name)) != item.default:
+                raise UsageError(
+                    f"async_training.{item.name}={str(value).lower()} is of async_training.enable=true: set both or "
+                    "neither"
+                )
         return
-    if launch == "torchrun":
-        raise UsageError(
-            "launch=torchrun with async_training.enable=true: asynchronous training is of launch=local and launch=ray"
-        )
     if launch != "ray":
         for name in ("worker_num_cpus", "worker_num_gpus", "worker_timeout_s"):
             if (value := getattr(settings, name)) != getattr(AsyncTrainingConfig(), name):

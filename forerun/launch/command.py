@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from forerun.cluster import import_ray
 from forerun.config import RLConfig, SFTConfig
 from forerun.config_file import load_config
-from forerun.errors import UsageError
 from forerun.launch.rank import check_device_count, is_rank, joined, run_as_rank
 from forerun.launch.ray_ranks import start_ranks as start_ray_ranks
 from forerun.launch.torchrun import start_ranks
@@ -42,26 +41,19 @@ def run(verb: Verb, path: Path, overrides: Sequence[str]) -> None:
         check_device_count(settings.nproc_per_node)
     if config.launch == "ray":
         wants_cuda = None if config.engine.device == "auto" else config.engine.device == "cuda"
-        work, cpus = _run_rank, 0.0
+        cpus = 0.0
         if isinstance(config, RLConfig) and config.async_training.enable:
-            if settings.nnodes * settings.nproc_per_node > 1:
-                raise UsageError(
-                    "async_training.enable=true trains in one process: set distributed.nnodes=1 and nproc_per_node=1"
-                )
-            work, cpus = _run_alone, config.async_training.num_workers * config.async_training.worker_num_cpus
-        start_ray_ranks(partial(work, verb, path.resolve(), overrides), settings, wants_cuda, cpus)
+            cpus = config.async_training.num_workers * config.async_training.worker_num_cpus
+        work = partial(_run_rank, verb, path.resolve(), overrides, on_ray=True)
+        start_ray_ranks(work, settings, wants_cuda, cpus)
     else:
         start_ranks([verb, str(path), *overrides], settings)
 
 
-def _run_rank(verb: Verb, path: Path, overrides: Sequence[str]) -> None:
+def _run_rank(verb: Verb, path: Path, overrides: Sequence[str], on_ray: bool = False) -> None:
     config = _load(verb, path, overrides)
     with joined(config.engine, config.distributed) as mesh:
-        _train(config, mesh)
-
-
-def _run_alone(verb: Verb, path: Path, overrides: Sequence[str]) -> None:
-    _train(_load(verb, path, overrides), None)
+        _train(config, mesh, on_ray)
 
 
 def _load(verb: Verb, path: Path, overrides: Sequence[str]) -> SFTConfig | RLConfig:
@@ -70,7 +62,7 @@ def _load(verb: Verb, path: Path, overrides: Sequence[str]) -> SFTConfig | RLCon
     return load_config(RLConfig, path, overrides)
 
 
-def _train(config: SFTConfig | RLConfig, mesh: DeviceMesh | None) -> None:
+def _train(config: SFTConfig | RLConfig, mesh: DeviceMesh | None, on_ray: bool = False) -> None:
     if isinstance(config, SFTConfig):
         from forerun.trainers.sft import SFTTrainer
 
@@ -78,15 +70,13 @@ def _train(config: SFTConfig | RLConfig, mesh: DeviceMesh | None) -> None:
     elif config.async_training.enable:
         from forerun.trainers.asynchronous.trainer import AsyncRLTrainer
 
-        if mesh is not None:
-            raise UsageError("async_training.enable=true trains in one process: start it without torchrun")
-        if config.launch == "ray":
+        if on_ray and mesh is not None and mesh.get_rank() == 0:
             from forerun.trainers.ray_workers import ray_workers
 
             workers, replace_worker = ray_workers(import_ray(), config)
-            AsyncRLTrainer(config, workers=workers, replace_worker=replace_worker).train()
+            AsyncRLTrainer(config, mesh=mesh, workers=workers, replace_worker=replace_worker).train()
         else:
-            AsyncRLTrainer(config).train()
+            AsyncRLTrainer(config, mesh=mesh).train()
     else:
         from forerun.trainers.rl import RLTrainer
 

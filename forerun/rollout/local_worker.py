@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from forerun.errors import ForerunError, UsageError
+from forerun.errors import ForerunError, UsageError, one_line
 from forerun.rollout.protocol import Completion, NamedTensors, Request, RolloutEngine
 from forerun.rollout.workers import WorkerLostError
 
@@ -19,7 +19,9 @@ _ABORT_AGAIN_S = 0.05
 class LocalWorker:
     """A `RolloutWorker`; the engine is its own from now on, and `close` closes it.
 
-    Requests join those that run where the engine lets them; elsewhere they wait until these have ended.
+    Requests join those that run where the engine lets them; elsewhere they wait until these have ended. The worker is
+    lost if its engine raises a ForerunError or runs out of a device's memory; anything else is an error of the program,
+    and is raised as it is.
 
     Args:
         engine: awake, and not generating.
@@ -38,7 +40,9 @@ class LocalWorker:
         self._done: list[Completion] = []
         self._generating = False
         self._closing = False
-        self._failure: BaseException | None = None
+        # What ended it. Of a lost one in words: a traceback would hold on to the memory that its engine used.
+        self._lost: str | None = None
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name=f"rollout {name}", daemon=True)
         self._thread.start()
 
@@ -54,7 +58,7 @@ class LocalWorker:
     def collect(self, timeout_s: float) -> list[Completion]:
         """See `RolloutWorker.collect`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._done or self._failure is not None, timeout_s)
+            self._changed.wait_for(lambda: self._done or self._lost or self._error, timeout_s)
             done, self._done = self._done, []
             if not done:  # what ended before the failure is good
                 self._check()
@@ -74,12 +78,7 @@ class LocalWorker:
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """See `RolloutWorker.update_weights`."""
         with self.at_rest():
-            try:
-                self.engine.update_weights(named_tensors, version)
-            except UsageError:
-                raise
-            except ForerunError as error:
-                raise self._lost(error) from error
+            self.engine.update_weights(named_tensors, version)
 
     def drafter_digest(self) -> str | None:
         """See `RolloutWorker.drafter_digest`."""
@@ -106,7 +105,13 @@ class LocalWorker:
         with self._changed:
             self._changed.wait_for(lambda: not self._generating)
             self._check()
-            yield
+            try:
+                yield
+            except UsageError:
+                raise
+            except (ForerunError, torch.OutOfMemoryError) as error:
+                self._end(error)
+                self._check()
 
     # ---- the thread
 
@@ -118,19 +123,17 @@ class LocalWorker:
                     return
                 requests, self._inbox = self._inbox, []
                 self._generating = True
-            failure: BaseException | None = None
             try:
                 self.engine.generate(requests, self._on_finish)
             except BaseException as error:
-                failure = error
+                with self._changed:
+                    self._end(error)
+                return
             with self._changed:
-                if failure is None and (left := len(self._held) - len(self._inbox)) and not self._closing:
-                    failure = ForerunError(f"the engine returned and left {left} requests unanswered")
-                self._failure = failure
+                if (left := len(self._held) - len(self._inbox)) and not self._closing:
+                    return self._end(ForerunError(f"the engine returned and left {left} requests unanswered"))
                 self._generating = False
                 self._changed.notify_all()
-            if failure is not None:
-                return
 
     def _on_finish(self, completion: Completion) -> None:
         with self._changed:
@@ -156,18 +159,22 @@ class LocalWorker:
             return
         self._inbox = []
 
+    def _end(self, error: BaseException) -> None:
+        if isinstance(error, ForerunError | torch.OutOfMemoryError) and not isinstance(error, UsageError):
+            self._lost = f"{one_line(error):.300}"
+        else:
+            self._error = error
+        self._generating = False
+        self._changed.notify_all()
+
     def _check(self) -> None:
-        """Raise what ended the thread."""
+        """Raise what ended the worker."""
         if self._closing:
             raise WorkerLostError(f"rollout worker {self.name} is closed")
-        if self._failure is None:
-            return
-        if isinstance(self._failure, ForerunError) and not isinstance(self._failure, UsageError):
-            raise self._lost(self._failure) from self._failure
-        raise self._failure
-
-    def _lost(self, error: ForerunError) -> WorkerLostError:
-        return WorkerLostError(f"rollout worker {self.name}: {error}")
+        if self._lost is not None:
+            raise WorkerLostError(f"rollout worker {self.name}: {self._lost}")
+        if self._error is not None:
+            raise self._error
 
 
 def _untouched(request: Request) -> Completion:

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 _ROUND_S = 0.05
+# So often every worker is replaced before one request is answered; then no further one would do better.
+_MOST_IN_VAIN = 3
 
 
 class WorkerPool:
@@ -25,8 +27,8 @@ class WorkerPool:
 
     Args:
         workers: with different names; `close` closes them.
-        replace: makes a worker in the place of the lost one that it names; called before the next weight update. None
-            goes on with fewer.
+        replace: makes a worker in the place of the lost one that it names; called before the next weight update, until
+            so many were lost in a row that none can do the work. None goes on with fewer.
 
     Attributes:
         workers: those that are there.
@@ -36,7 +38,8 @@ class WorkerPool:
         self.workers = list(workers)
         self._replace = replace
         self._lost: list[str] = []
-        self._cause: WorkerLostError | None = None
+        self._in_vain, self._most_in_vain = 0, _MOST_IN_VAIN * len(self.workers)  # replaced since the last answer
+        self._cause = ""
         self._clocks = {worker.name: _IdleClock() for worker in workers}
         self._reissued = 0
 
@@ -48,7 +51,11 @@ class WorkerPool:
     @property
     def can_recover(self) -> bool:
         """Whether there are workers, or will be after the next weight update."""
-        return bool(self.workers) or self._replace is not None
+        return bool(self.workers) or self._may_replace
+
+    @property
+    def _may_replace(self) -> bool:
+        return self._replace is not None and self._in_vain < self._most_in_vain
 
     def idle_seconds(self) -> float:
         """Time so far in which a worker had no request: the mean of those that are there."""
@@ -84,22 +91,27 @@ class WorkerPool:
                 if (answer := dispatch.take_back(worker.name, completion)) is not None:
                     answers.append(answer)
             self._note(worker, dispatch)
+        if answers:
+            self._in_vain = 0
         if not self.workers:
             time.sleep(patience)
         return answers
 
-    def generate(self, requests: Sequence[Request], dispatch: Dispatch) -> list[Completion]:
-        """Complete these, with nothing else under way; in the requests' order.
+    def generate(self, requests: Sequence[Request], dispatch: Dispatch) -> list[Completion] | None:
+        """Complete these, with nothing else under way; in the requests' order. None: every worker is lost, and the next
+        weight update may bring others.
 
         Raises:
-            ForerunError: no worker is left.
+            ForerunError: no worker is left, and none comes.
         """
         for request in requests:
             dispatch.add(request)
         answers: dict[str, Completion] = {}
         while len(answers) < len(requests):
-            if not self.workers:
+            if not self.can_recover:
                 raise self.all_lost()
+            if not self.workers:
+                return None
             answers |= {answer.request_id: answer for answer in self.serve(dispatch, at_once=True)}
         return [answers[request.request_id] for request in requests]
 
@@ -111,13 +123,16 @@ class WorkerPool:
             version: of the weights.
 
         Raises:
-            ForerunError: no worker is left, or one refused them.
+            ForerunError: no worker is left, and none comes; or one refused them.
         """
-        self._replace_lost()
-        for worker in list(self.workers):
-            self._try(worker, None, partial(worker.update_weights, weights(), version))
-        if not self.workers:
-            raise self.all_lost()
+        while True:
+            self._replace_lost()
+            if not self.workers:
+                raise self.all_lost()
+            for worker in list(self.workers):
+                self._try(worker, None, partial(worker.update_weights, weights(), version))
+            if self.workers:
+                return
 
     def drafters(self) -> list[tuple[RolloutWorker, str | None]]:
         """Each worker's drafter digest."""
@@ -130,7 +145,7 @@ class WorkerPool:
 
     def all_lost(self) -> ForerunError:
         """What to raise when no worker is left."""
-        cause = f": {self._cause}" if self._cause is not None else ""
+        cause = f": {self._cause}" if self._cause else ""
         return ForerunError(f"every rollout worker is lost{cause}; the same command goes on from the last checkpoint")
 
     def close(self) -> None:
@@ -157,7 +172,7 @@ class WorkerPool:
         try:
             return call()
         except WorkerLostError as error:
-            self._cause = error
+            self._cause = str(error)
             self.workers.remove(worker)
             self._lost.append(worker.name)
             count = 0 if dispatch is None else dispatch.lose(worker.name)
@@ -168,7 +183,7 @@ class WorkerPool:
             return None
 
     def _replace_lost(self) -> None:
-        if self._replace is None:
+        if self._replace is None or not self._may_replace:
             return
         lost, self._lost = self._lost, []
         for name in lost:
@@ -179,6 +194,7 @@ class WorkerPool:
                 self._lost.append(name)
                 continue
             self.workers.append(worker)
+            self._in_vain += 1
             self._clocks.setdefault(worker.name, _IdleClock())
 
     def _note(self, worker: RolloutWorker, dispatch: Dispatch) -> None:

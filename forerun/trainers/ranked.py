@@ -22,6 +22,9 @@ class RankedScorer:
     Args:
         ranks: all call `score` with the same requests.
         scorer: rank 0's; not used elsewhere.
+
+    Raises:
+        ForerunError: from `score`, on every rank, if the scorer failed.
     """
 
     def __init__(self, ranks: RankGroup, scorer: Scorer | None) -> None:
@@ -29,8 +32,7 @@ class RankedScorer:
         self.scorer = scorer
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        own = self.scorer.score(requests) if self.ranks.rank == 0 and self.scorer is not None else []
-        return self.ranks.agree(own)
+        return self.ranks.on_first(lambda: self.scorer.score(requests) if self.scorer is not None else [])
 
 
 class RankedRollout:

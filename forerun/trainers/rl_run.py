@@ -115,7 +115,7 @@ class RLRun(ABC):
                     config.reward.kwargs,
                 )
             )
-        self.reward: Scorer = RankedScorer(self.ranks, reward)
+        self.reward = RankedScorer(self.ranks, reward)
 
         updates = config.ppo_epochs * config.train_batch_size // config.ppo_mini_batch_size
 

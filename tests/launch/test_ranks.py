@@ -60,6 +60,20 @@ if os.environ.get("RANK") == "1":
         return step(run, version)
     Run.step = failing
 """
+# Rank 0's only rollout worker fails in the second step.
+WITHOUT_WORKERS = """
+import os
+if os.environ.get("RANK") == "0":
+    from forerun.errors import ForerunError
+    from forerun.rollout.native.run import Run
+    step = Run.step
+    def failing(run, version):
+        if version == 1:
+            raise ForerunError("the power is gone")
+        return step(run, version)
+    Run.step = failing
+"""
+ASYNCHRONOUS = ["async_training={enable: true, max_staleness: 0, partial_rollout: false}"]
 REWARD = """
 def reward(prompt, response, ground_truth, extra):
     return response.split().count(ground_truth) / 4
@@ -226,22 +240,44 @@ def test_settings_that_contradict_are_refused_before_anything_starts(
     assert not (place / "refused").exists()
 
 
-def test_two_ranks_of_rl_train_what_one_process_does(place: Path) -> None:
-    """Rank 0 alone starts the reward, which sees every response once, and writes."""
+@pytest.fixture(scope="module")
+def rl_alone(place: Path) -> Path:
     RLTrainer(load_config(RLConfig, place / "rl.yaml", [f"trainer.output_dir={place / 'rl-alone'}"])).train()
-    code, output = run(place, "rl-two", *TWO, command=("rl", "rl.yaml"))
+    return place / "rl-alone"
+
+
+@pytest.mark.parametrize("mode", [[], ASYNCHRONOUS], ids=["in turn", "asynchronous"])
+def test_two_ranks_of_rl_train_what_one_process_does(place: Path, rl_alone: Path, mode: list[str]) -> None:
+    """Rank 0 alone starts the reward, which sees every response once, and writes."""
+    name = "rl-asynchronous" if mode else "rl-two"
+    code, output = run(place, name, *TWO, *mode, command=("rl", "rl.yaml"))
     assert code == 0, output
-    found, expected = metrics(place, "rl-two"), metrics(place, "rl-alone")
+    found, expected = metrics(place, name), metrics(place, "rl-alone")
     assert [line["step"] for line in found] == [line["step"] for line in expected] == [0, 1, 2]
     assert found[1]["drafter_in_sync"] == 1.0 and found[1]["reward_mean"] > 0 and found[1]["reward_events"] == 0
     for line, other in zip(found, expected, strict=True):
-        assert line == pytest.approx(other, rel=1e-3, abs=1e-5)
+        assert {key: line[key] for key in other} == pytest.approx(other, rel=1e-3, abs=1e-5)
     responses = [
         [(line["step"], line["prompt"], line["response"]) for line in map(json.loads, path.open())]
-        for path in (place / "rl-two" / "samples.jsonl", place / "rl-alone" / "samples.jsonl")
+        for path in (place / name / "samples.jsonl", rl_alone / "samples.jsonl")
     ]
     assert responses[0] == responses[1]
     assert output.count("rl: 2 steps to do") == 1
+
+
+def test_an_asynchronous_run_ends_when_rank_0_has_no_worker_left(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_WORKERS)
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    code, output = run(place, "rl-lost", *TWO, *ASYNCHRONOUS, environment=environment, command=("rl", "rl.yaml"))
+    assert code == 1, output  # and long before distributed.timeout_s, or `run` had given up
+    report = output.splitlines()[-1]
+    assert report.startswith("forerun: error: rank ") and output.count("forerun: error:") == 1, output
+    assert report.endswith(
+        "every rollout worker is lost: rollout worker local-0: the power is gone; the same command goes on from the "
+        "last checkpoint"
+    )
+    assert "Traceback" not in output
+    assert [line["step"] for line in metrics(place, "rl-lost")] == [0, 1]
 
 
 def test_a_rank_killed_in_a_rollout_is_named_and_ends_the_run(place: Path, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from forerun.rollout.protocol import Request
 from forerun.rollout.ray_worker import RayWorker
 from forerun.trainers.asynchronous.trainer import AsyncRLTrainer
 from forerun.trainers.ray_workers import ray_workers
+from forerun.trainers.rl import RLTrainer
 from forerun.trainers.sft import SFTTrainer
 from tests.kills.runs import write_run
 
@@ -183,9 +184,36 @@ def test_a_rollout_worker_that_is_killed_costs_no_response(ray: Any, tmp_path: P
 def test_an_asynchronous_run_is_launched(ray: Any, tmp_path: Path) -> None:
     out = tmp_path / "run"
     run("rl", write_run("rl", tmp_path, 3), [*ASYNC, f"trainer.output_dir={out}"])
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = _lines(out)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["rollout_workers"] == 1 and line["drafter_in_sync"] == 1 for line in lines)
+    _wait_for_the_end_of_workers()
+
+
+def test_two_actors_of_rl_train_what_one_process_does(ray: Any, tmp_path: Path) -> None:
+    """In turn, each with an engine of its own; and asynchronously, with a worker that is a third actor."""
+    config = write_run("rl", tmp_path, 3)
+    RLTrainer(load_config(RLConfig, config, [f"trainer.output_dir={tmp_path / 'alone'}"])).train()
+    expected = load_file(tmp_path / "alone" / "model" / "model.safetensors")
+    turns = ["async_training={enable: true, max_staleness: 0, partial_rollout: false}"]
+    for name, mode in (("two", []), ("asynchronous", turns)):
+        out = tmp_path / name
+        run("rl", config, ["launch=ray", "distributed.nproc_per_node=2", f"trainer.output_dir={out}", *mode])
+        found = load_file(out / "model" / "model.safetensors")
+        assert found.keys() == expected.keys()
+        for key in expected:
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-3, atol=1e-4, msg=f"{name}: {key}")
+        for line, other in zip(_lines(out), _lines(tmp_path / "alone"), strict=True):
+            shown = {key: other[key] for key in other if not key.startswith("time/") and "per_second" not in key}
+            assert {key: line[key] for key in shown} == pytest.approx(shown, rel=1e-3, abs=1e-5)
+    _wait_for_the_end_of_workers()
+
+
+def _lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _wait_for_the_end_of_workers() -> None:
     _wait(lambda: not [child for child in psutil.Process().children(recursive=True) if "_EngineActor" in _line(child)])
 
 

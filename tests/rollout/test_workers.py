@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from forerun.errors import ForerunError, UsageError
 from forerun.models.carrier import MTPCarrier, named_weights
@@ -44,6 +45,13 @@ class Broken(NativeEngine):
             raise ForerunError("no power")
 
         return super().generate(requests, fail)
+
+
+class OutOfMemory(NativeEngine):
+    """In its first call."""
+
+    def generate(self, *_: Any) -> list[Completion]:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
 
 
 @pytest.fixture
@@ -145,6 +153,38 @@ def test_a_worker_whose_engine_fails_is_lost_and_its_answers_are_not(make: Calla
     worker.close()
 
 
+def test_a_worker_without_memory_is_lost(make: Callable[..., LocalWorker], model: MTPCarrier) -> None:
+    pool = WorkerPool([make(OutOfMemory, name="a"), make(name="b")])
+    assert len(pool.generate(asked(6), Dispatch()) or []) == 6
+    assert [worker.name for worker in pool.workers] == ["b"]
+    with pytest.raises(WorkerLostError, match=r"a: CUDA out of memory\. Tried to allocate 2 GiB"):
+        lost(make(OutOfMemory, name="a"))
+
+    def weights() -> Iterator[Any]:
+        yield from list(named_weights(model))[:2]
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    worker = make(name="c")
+    for call in (lambda: worker.update_weights(weights(), 1), worker.drafter_digest):
+        with pytest.raises(WorkerLostError, match="c: CUDA out of memory"):
+            call()
+
+
+def lost(worker: LocalWorker) -> None:
+    worker.submit(asked(1))
+    while True:
+        worker.collect(1)
+
+
+def test_an_error_of_the_program_is_no_loss(make: Callable[..., LocalWorker]) -> None:
+    class Wrong(NativeEngine):
+        def generate(self, *_: Any) -> list[Completion]:
+            raise ZeroDivisionError("rows")
+
+    with pytest.raises(ZeroDivisionError, match="rows"):
+        lost(make(Wrong))
+
+
 def test_an_engine_that_leaves_requests_unanswered_is_lost(make: Callable[..., LocalWorker]) -> None:
     class Forgetful(NativeEngine):
         def generate(self, requests: Sequence[Request], *others: Any) -> list[Completion]:
@@ -156,7 +196,7 @@ def test_an_engine_that_leaves_requests_unanswered_is_lost(make: Callable[..., L
     with pytest.raises(WorkerLostError, match="rollout worker w: the engine returned and left 1 requests unanswered"):
         collected(worker, 3)
     pool = WorkerPool([make(Forgetful, name="a"), make(name="b")])
-    assert [c.token_ids for c in pool.generate(asked(6), Dispatch())] == expected
+    assert [c.token_ids for c in pool.generate(asked(6), Dispatch()) or []] == expected
     assert [each.name for each in pool.workers] == ["b"] and pool.num_reissued == 1
 
 
@@ -191,7 +231,7 @@ def test_a_pool_shares_out_evenly_and_no_more_than_there_is_room_for(
 
         worker.submit = note  # type: ignore[method-assign]
     pool = WorkerPool(workers)
-    done = pool.generate(asked(12), Dispatch()) if at_once else []
+    done = (pool.generate(asked(12), Dispatch()) if at_once else None) or []
     if not at_once:
         dispatch = Dispatch()
         for request in asked(12):
@@ -209,7 +249,7 @@ def test_a_pool_goes_on_without_lost_workers_until_none_is_left(
 ) -> None:
     expected = [c.token_ids for c in make().engine.generate(asked(8))]
     pool = WorkerPool([make(Broken, name="a"), make(name="b")])
-    assert [c.token_ids for c in pool.generate(asked(8), Dispatch())] == expected
+    assert [c.token_ids for c in pool.generate(asked(8), Dispatch()) or []] == expected
     assert [worker.name for worker in pool.workers] == ["b"] and pool.num_reissued == 3
     last = WorkerPool([make(Broken, name="c")])
     with pytest.raises(
@@ -218,8 +258,38 @@ def test_a_pool_goes_on_without_lost_workers_until_none_is_left(
         last.generate(asked(3), Dispatch())
     assert not last.can_recover
     heirs = WorkerPool([make(Broken, name="d")], lambda name: make(name=f"{name}'s heir"))
-    with pytest.raises(ForerunError, match="every rollout worker"):
-        heirs.generate(asked(3), Dispatch())
+    assert heirs.generate(asked(3), Dispatch()) is None
     heirs.update_weights(lambda: named_weights(model), 2)
-    assert [c.weight_versions for c in heirs.generate(asked(2), Dispatch())] == [[2] * 8, [2] * 8]
+    assert [c.weight_versions for c in heirs.generate(asked(2), Dispatch()) or []] == [[2] * 8, [2] * 8]
     assert [(worker.name, digest is not None) for worker, digest in heirs.drafters()] == [("d's heir", True)]
+
+
+class Refusing(NativeEngine):
+    """Of the weights that it is given."""
+
+    def update_weights(self, *_: Any) -> None:
+        raise ForerunError("the line is down")
+
+
+def test_the_last_worker_that_is_lost_in_an_update_is_replaced_in_it(
+    make: Callable[..., LocalWorker], model: MTPCarrier
+) -> None:
+    pool = WorkerPool([make(Refusing, name="a")], lambda name: make(name=f"{name}'s heir"))
+    pool.update_weights(lambda: named_weights(model), 2)
+    assert [c.weight_versions for c in pool.generate(asked(1), Dispatch()) or []] == [[2] * 8]
+
+
+def test_workers_that_are_replaced_in_vain_end_it(make: Callable[..., LocalWorker], model: MTPCarrier) -> None:
+    """One that answered in between begins the count anew."""
+    kinds = iter([Refusing, Refusing, NativeEngine, *[Refusing] * 9])
+    pool = WorkerPool([make(Refusing, name="a")], lambda name: make(next(kinds), name=name))
+    pool.update_weights(lambda: named_weights(model), 2)
+    assert len(pool.generate(asked(1), Dispatch()) or []) == 1
+    with pytest.raises(ForerunError, match="every rollout worker is lost: rollout worker a: the line is down"):
+        pool._try(pool.workers[0], None, raising)
+        pool.update_weights(lambda: named_weights(model), 3)
+    assert len(list(kinds)) == 6 and not pool.can_recover
+
+
+def raising() -> None:
+    raise WorkerLostError("gone")

@@ -20,6 +20,7 @@ from forerun.errors import ForerunError, UsageError
 from forerun.models.attach import attach
 from forerun.models.carrier import named_weights
 from forerun.mtp.config import MTPConfig
+from forerun.trainers.asynchronous.trainer import AsyncRLTrainer
 from forerun.trainers.rl import RLTrainer
 from forerun.trainers.setup import check_ranks
 from forerun.trainers.sft import SFTTrainer
@@ -86,6 +87,10 @@ def run_rl(config: RLConfig, mesh: DeviceMesh | None = None) -> dict[str, float 
     return trainer.train()
 
 
+def run_asynchronous_rl(config: RLConfig, mesh: DeviceMesh) -> None:
+    AsyncRLTrainer(config, prompts=PROMPTS, reward=ShareOfWord(), tokenizer=make_tokenizer(), mesh=mesh).train()
+
+
 def lines(run: Path) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{name: line[name] for name in SHOWN if name in line} for line in found]
@@ -108,6 +113,8 @@ def rank_runs(group: dist.ProcessGroup, place: Path) -> None:
     shorter.trainer.total_steps = 3  # goes on from the checkpoint
     run_sft(shorter, mesh)
     run_rl(rl(place, "rl-megatron", *MEGATRON), mesh)
+    turns = "async_training={enable: true, max_staleness: 0, partial_rollout: false}"
+    run_asynchronous_rl(rl(place, "rl-asynchronous", *MEGATRON, turns), mesh)
 
 
 @pytest.fixture(scope="module")
@@ -148,10 +155,12 @@ def test_a_run_goes_on_from_its_checkpoint(place: Path) -> None:
 def test_an_rl_run_is_the_torch_engines(place: Path) -> None:
     """The same responses are drawn, and the drafter that the rollouts use is the one that is trained."""
     run_rl(rl(place, "rl-torch"))
-    expected, found = lines(place / "rl-torch"), lines(place / "rl-megatron")
-    assert len(expected) == len(found) == 2 and found[-1]["drafter_in_sync"] == 1.0
-    for a, b in zip(found, expected, strict=True):
-        assert a == pytest.approx(b, rel=1e-3, abs=1e-6)
+    expected = lines(place / "rl-torch")
+    for run in ("rl-megatron", "rl-asynchronous"):
+        found = lines(place / run)
+        assert len(expected) == len(found) == 2 and found[-1]["drafter_in_sync"] == 1.0
+        for a, b in zip(found, expected, strict=True):
+            assert a == pytest.approx(b, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,8 @@ class Rollouts:
             self._want_pause = self._paused = False
             self._changed.notify_all()
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """While paused: complete these on all workers; in the requests' order."""
+    def generate(self, requests: Sequence[Request]) -> list[Completion] | None:
+        """While paused: complete these on all workers; see `WorkerPool.generate`."""
         return self.pool.generate(requests, Dispatch(self._tokenizer))
 
     def state_dict(self) -> dict[str, Any]:

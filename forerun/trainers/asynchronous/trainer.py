@@ -1,7 +1,8 @@
 """Asynchronous RL: rollout workers generate while the trainer trains (docs/async.md).
 
 `AsyncRLTrainer(config).train()` is the whole run of `forerun rl` with `async_training.enable`. The trainer knows its
-workers by their protocol: threads of this process, or processes elsewhere.
+workers by their protocol: threads of this process, or processes elsewhere. Of several ranks the first has the workers,
+the account and the reward; each step it hands all ranks the same groups, and they train on them together.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from forerun.config import RLConfig
@@ -26,6 +29,7 @@ from forerun.rollout.sync import digest
 from forerun.rollout.workers import RolloutWorker
 from forerun.trainers.asynchronous.figures import staleness_figures
 from forerun.trainers.asynchronous.ledger import Group, Ledger
+from forerun.trainers.asynchronous.ranks import FirstRank
 from forerun.trainers.asynchronous.rollouts import Rollouts, Supply
 from forerun.trainers.experience import Sample, informative_samples, rollout_figures, set_advantages, shape_rewards
 from forerun.trainers.judging import Scorer, check_rewards, response_text, reward_request
@@ -40,10 +44,19 @@ class AsyncRLTrainer(RLRun):
     Args:
         workers: rollout workers in place of `async_training.num_workers` threads with the engine that `rollout.engine`
             names. Their weights are replaced by the training engine's before the first rollout. They are closed at the
-            end.
+            end. Rank 0's; the other ranks give none.
         replace_worker: makes a worker in the place of the lost one that it names, at the next weight update; without it
-            the run goes on with those that are left.
+            the run goes on with those that are left. Rank 0's.
+
+    Attributes:
+        ledger: which groups are open, ready, or due; rank 0's alone, like the next two.
+        pool: the workers.
+        rollouts: what keeps them busy.
     """
+
+    ledger: Ledger
+    pool: WorkerPool
+    rollouts: Rollouts
 
     def __init__(
         self,
@@ -57,24 +70,38 @@ class AsyncRLTrainer(RLRun):
         reward: Scorer | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         reference: ReferencePolicy | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        settings = config.async_training
-        if not settings.enable:
+        if not config.async_training.enable:
             raise UsageError("async_training.enable=false: set it, or use RLTrainer")
         super().__init__(
-            replace(config, algorithm=with_sound_correction(settings, config.algorithm)),
+            replace(config, algorithm=with_sound_correction(config.async_training, config.algorithm)),
             prompts=prompts,
             eval_prompts=eval_prompts,
             engine=engine,
             reward=reward,
             tokenizer=tokenizer,
             reference=reference,
+            mesh=mesh,
         )
-        self.reward = _OneAtATime(self.reward)
+        self.first = FirstRank(self.ranks, self.engine)
+        self._in_sync = self._running = False
+        self._failed_groups = 0
+        self._judge_s = self._judge_s_before = 0.0
+        self._idle_s_before = 0.0
+        if self.ranks.rank == 0:
+            self._start_rollouts(self._local_workers() if workers is None else workers, replace_worker)
+
+    def _start_rollouts(
+        self, workers: Sequence[RolloutWorker], replace_worker: Callable[[str], RolloutWorker] | None
+    ) -> None:
+        config, settings = self.config, self.config.async_training
+        assert self.reward.scorer is not None
+        self.reward.scorer = self._scorer = _OneAtATime(self.reward.scorer)
         filtering = config.algorithm.filter_groups
         limit = filtering.max_num_gen_batches * config.train_batch_size if filtering.enable else 0
         self.ledger = Ledger(config.train_batch_size, config.rollout.n, settings.max_staleness)
-        self.pool = WorkerPool(self._local_workers() if workers is None else workers, replace_worker)
+        self.pool = WorkerPool(workers, replace_worker)
         self.rollouts = Rollouts(
             self.ledger,
             self.pool,
@@ -85,23 +112,17 @@ class AsyncRLTrainer(RLRun):
             most_dropped=limit or None,
         )
         self._owned.callback(self.rollouts.close)
-        self._in_sync = self._running = False
-        self._failed_groups = 0
-        self._judge_s = 0.0
-        self._idle_s = 0.0
 
-    # ---- the steps
+    # ---- the steps, on every rank
 
     def turn(self, pause: bool) -> Metrics:
         """See `RLRun.turn`: take a step's groups, train; update the workers' weights where that is due."""
         self.ensure_sync()
         self._resume()
         times: dict[str, float] = {}
-        judged_before = self._judge_s
         with timed(times, "time/step"):
             with timed(times, "time/trainer_idle"):
-                groups, dropped = self._next_step(times)
-            queue_depth = self.rollouts.num_ready()
+                groups, dropped, queue_depth = self._next_step(times)
             self.samples = self._samples(groups)
             sampled = [*self._samples(dropped, first=len(groups)), *self.samples]
             check_rewards(sampled, self.rl_step + 1)
@@ -114,18 +135,12 @@ class AsyncRLTrainer(RLRun):
             in_sync = self._update_workers(times) if due or pause else None
             if not pause:
                 self._resume()
-        idle = self.pool.idle_seconds()
-        times["time/rollout_idle"] = min(max(0.0, idle - self._idle_s), times["time/step"])
-        self._idle_s = idle
-        times["time/rollout"] = times["time/step"] - times["time/rollout_idle"]
-        times["time/reward"] = self._judge_s - judged_before
-        metrics: Metrics = {**rollout_figures(sampled), **trained, **age, **times}
+        rolled_out = self.first.does(partial(self._rollout_figures, times["time/step"]))
+        metrics: Metrics = {**rollout_figures(sampled), **trained, **age, **times, **rolled_out}
         if self.config.algorithm.filter_groups.enable:
             metrics["num_gen_batches"] = (len(groups) + len(dropped)) / len(groups)
             metrics["kept_groups"] = len(groups) / (len(groups) + len(dropped))
         metrics["queue_depth"] = float(queue_depth)
-        metrics["rollout_workers"] = float(len(self.pool.workers))
-        metrics["requests_reissued"] = float(self.pool.num_reissued)
         metrics["drafter_in_sync"] = None if in_sync is None else float(in_sync)
         new_tokens = sum(len(sample.completion.token_ids) for sample in sampled)
         all_tokens = new_tokens + sum(len(sample.completion.prompt_token_ids) for sample in sampled)
@@ -134,8 +149,9 @@ class AsyncRLTrainer(RLRun):
         self._raise_alarms(metrics)
         return metrics
 
-    def _next_step(self, times: dict[str, float]) -> tuple[list[Group], list[Group]]:
-        while (found := self.rollouts.next_step()) is None:
+    def _next_step(self, times: dict[str, float]) -> tuple[list[Group], list[Group], int]:
+        """Groups to train on, groups dropped before them, and how many more are ready."""
+        while (found := self.first.does(self._take_step)) is None:
             # Every worker is lost. The trainer waits and its weights stand still: those that take their place get them.
             self._update_workers(times)
             self._resume()
@@ -145,8 +161,10 @@ class AsyncRLTrainer(RLRun):
         self, prompts: Sequence[Prompt], n: int | None = None, greedy: bool = False, first: int = 0
     ) -> list[Completion]:
         """See `RLRun.generate`."""
-        self._pause()
-        return self.rollouts.generate(self.requests.batch(prompts, self.rl_step, first, n, greedy))
+        requests = self.requests.batch(prompts, self.rl_step, first, n, greedy)
+        while (found := self.first.does(partial(self._answer, requests))) is None:
+            self._update_workers({})  # as above
+        return found
 
     def ensure_sync(self) -> None:
         """See `RLRun.ensure_sync`."""
@@ -159,30 +177,60 @@ class AsyncRLTrainer(RLRun):
         Returns whether their drafters are the trainer's; None where they cannot know.
         """
         with timed(times, "time/drain"):
-            self._pause()
+            self.first.does(self._pause)
         with timed(times, "time/sync"):
-            self.pool.update_weights(self.engine.named_weights, self.rl_step)
-            self.ledger.updated(self.rl_step)
+            digests = self.first.does(self._hand_over_weights)
             self._in_sync = True
-            if not self.drafts:
-                return True
-            trained: dict[Any, str] = {}
-            found: list[bool | None] = []
-            for worker, own in self.pool.drafters():
-                if worker.dtype not in trained:
-                    trained[worker.dtype] = digest(self.engine.drafter_weights(), worker.dtype)
-                found.append(self.alarms.drafter_digest(self.rl_step, trained[worker.dtype], own))
+            found = [self.alarms.drafter_digest(self.rl_step, trained, own) for trained, own in digests]
             return None if None in found else all(found)
+
+    # ---- what rank 0 does of them
+
+    def _resume(self) -> None:
+        if self.ranks.rank == 0 and not self._running:
+            self._running = True
+            self.rollouts.resume()
 
     def _pause(self) -> None:
         if self._running:
             self.rollouts.pause()
             self._running = False
 
-    def _resume(self) -> None:
-        if not self._running:
-            self._running = True
-            self.rollouts.resume()
+    def _take_step(self) -> tuple[list[Group], list[Group], int] | None:
+        found = self.rollouts.next_step()
+        return None if found is None else (*found, self.rollouts.num_ready())
+
+    def _answer(self, requests: Sequence[Request]) -> list[Completion] | None:
+        self._pause()
+        return self.rollouts.generate(requests)
+
+    def _hand_over_weights(self) -> list[tuple[str, str | None]]:
+        """Give them to every worker; returns the digests of the trained drafter and of each worker's, if they draft."""
+        self.pool.update_weights(self.first.named_weights, self.rl_step)
+        self.ledger.updated(self.rl_step)
+        if not self.drafts:
+            return []
+        trained: dict[Any, str] = {}
+        digests = []
+        for worker, own in self.pool.drafters():
+            if worker.dtype not in trained:
+                trained[worker.dtype] = digest(self.first.drafter_weights(), worker.dtype)
+            digests.append((trained[worker.dtype], own))
+        return digests
+
+    def _rollout_figures(self, step_s: float) -> dict[str, float]:
+        """What was measured of the rollouts since the last call."""
+        idle, judge = self.pool.idle_seconds(), self._judge_s
+        idle_s = min(max(0.0, idle - self._idle_s_before), step_s)
+        figures = {
+            "time/rollout_idle": idle_s,
+            "time/rollout": step_s - idle_s,
+            "time/reward": judge - self._judge_s_before,
+            "rollout_workers": float(len(self.pool.workers)),
+            "requests_reissued": float(self.pool.num_reissued),
+        }
+        self._idle_s_before, self._judge_s_before = idle, judge
+        return figures
 
     # ---- what the rollouts ask for
 
@@ -199,7 +247,7 @@ class AsyncRLTrainer(RLRun):
         times: dict[str, float] = {}
         with timed(times, "judge"):
             texts = [response_text(self.tokenizer, completion) for completion in group.answers()]
-            rewards = self.reward.score([reward_request(self.prompts[group.item], text) for text in texts])
+            rewards = self._scorer.score([reward_request(self.prompts[group.item], text) for text in texts])
         self._judge_s += times["judge"]
         return rewards
 
@@ -230,7 +278,10 @@ class AsyncRLTrainer(RLRun):
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """See `RLRun.state_dict`; the rollouts are paused."""
+        """See `RLRun.state_dict`; the rollouts are paused. Rank 0's, which is the one that is written: the others know
+        nothing of the account."""
+        if self.ranks.rank != 0:
+            return {}
         if self._running:
             raise ForerunError("an asynchronous run is saved while its rollouts are paused: see turn(pause=True)")
         return {**super().state_dict(), "rollouts": self.rollouts.state_dict()}
@@ -243,13 +294,18 @@ class AsyncRLTrainer(RLRun):
                 "async_training.enable=false"
             )
         super().load_state_dict(state)
-        self.rollouts.load_state_dict(state["rollouts"])
+        self.first.does(lambda: self.rollouts.load_state_dict(state["rollouts"]))
 
     def _local_workers(self) -> list[RolloutWorker]:
         made: list[RolloutWorker] = []
-        for number in range(self.config.async_training.num_workers):
-            engine = make_rollout_engine(self.config, self.engine, self.tokenizer)
-            made.append(LocalWorker(engine, self.config.rollout.max_num_seqs, f"local-{number}"))
+        try:
+            for number in range(self.config.async_training.num_workers):
+                engine = make_rollout_engine(self.config, self.engine, self.tokenizer)
+                made.append(LocalWorker(engine, self.config.rollout.max_num_seqs, f"local-{number}"))
+        except BaseException:
+            for worker in made:
+                worker.close()
+            raise
         return made
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -206,6 +207,37 @@ def test_a_worker_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
             names = [sample.completion.request_id for sample in made.samples]
             assert names == [f"{step}-{place}-{j}" for place in range(4) for j in range(8)]
     assert replaced == ["mortal"]
+
+
+def test_held_out_prompts_are_answered_by_the_worker_that_takes_the_last_ones_place(tmp_path: Path) -> None:
+    more = [*ASYNC, *DRAFT]
+    with closing(asynchronous(tmp_path, *more, eval_prompts=PROMPTS)) as whole:
+        expected = whole.evaluate()
+    mortal = dying_worker(more, "mortal", tmp_path)
+    mortal.engine.lives = 2  # type: ignore[attr-defined]
+    objects = {"eval_prompts": PROMPTS, "workers": [mortal]}
+    with closing(asynchronous(tmp_path, *more, **objects)) as made, pytest.raises(ForerunError, match="power is gone"):
+        made.evaluate()
+    objects["workers"] = [dying_worker(more, "mortal", tmp_path)]
+    objects["workers"][0].engine.lives = 2
+    made = asynchronous(tmp_path, *more, **objects, replace_worker=lambda name: sound_worker(more, name, tmp_path))
+    with closing(made):
+        assert made.evaluate()["val/reward_mean"] == expected["val/reward_mean"]
+
+
+def test_workers_end_where_the_next_one_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[NativeEngine] = []
+
+    def one_only(*arguments: Any) -> Any:
+        if made:
+            raise ForerunError("no room for a second engine")
+        made.append(make_rollout_engine(*arguments))
+        return made[0]
+
+    monkeypatch.setattr("forerun.trainers.asynchronous.trainer.make_rollout_engine", one_only)
+    with pytest.raises(ForerunError, match="no room for a second engine"):
+        asynchronous(tmp_path, *ASYNC, "async_training.num_workers=2")
+    assert made and not [thread for thread in threading.enumerate() if thread.name.startswith("rollout local")]
 
 
 FILTER = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=10"]

@@ -23,7 +23,6 @@ CORRECTION = "algorithm.rollout_correction"
         (["rollout.deterministic=true"], "a matter of time: set partial_rollout=false"),
         (["algorithm.filter_groups.enable=true", "data.gen_batch_size=4"], "data.gen_batch_size is of synchronous"),
         ([f"{CORRECTION}.bypass_mode=false"], "leaves samples of older weights uncorrected: set rollout_is=token"),
-        (["launch=torchrun"], "launch=torchrun with async_training.enable=true"),
         (
             ["rollout={engine: vllm, base_url: 'http://127.0.0.1:8000'}", "async_training.num_workers=2"],
             "num_workers=2 with rollout.base_url, which is one server",
@@ -36,6 +35,13 @@ def test_what_it_cannot_do_is_one_line(tmp_path: Path, more: list[str], message:
     with pytest.raises(UsageError) as caught:
         settings(tmp_path, *ASYNC, *more)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("setting", ["max_staleness=2", "partial_rollout=false", "worker_num_gpus=0.5"])
+def test_its_settings_are_refused_where_it_is_off(tmp_path: Path, setting: str) -> None:
+    with pytest.raises(UsageError, match=rf"^async_training\.{setting} is of async_training\.enable=true: set both"):
+        settings(tmp_path, f"async_training.{setting}", "launch=ray")
+    settings(tmp_path, *ASYNC, f"async_training.{setting}", "launch=ray")
 
 
 @pytest.mark.parametrize(

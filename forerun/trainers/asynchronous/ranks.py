@@ -1,0 +1,106 @@
+"""Ranks that train together while rank 0 alone has the rollout workers.
+
+The others learn what came of its work, and gather weights with it as often as its workers want them: never, once, or
+once more for one that takes a lost one's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar
+
+from forerun.engines.protocol import TrainingEngine
+from forerun.engines.ranks import RankGroup
+from forerun.errors import ForerunError, one_line
+from forerun.rollout.sync import Named
+
+Result = TypeVar("Result")
+_Weights = Literal["named_weights", "drafter_weights"]
+
+
+class FirstRank:
+    """Work of rank 0, in which the engine's weights can be read though it takes every rank to gather them.
+
+    Args:
+        ranks: those that share the engine.
+        engine: this rank's.
+    """
+
+    def __init__(self, ranks: RankGroup, engine: TrainingEngine) -> None:
+        self.ranks = ranks
+        self._engine = engine
+        self._weights: _Gathered | None = None  # that rank 0 asked for last
+
+    def does(self, work: Callable[[], Result]) -> Result:
+        """Call `work` on rank 0 and return what it returns. The others call this at the same point, do not call `work`,
+        and get a copy.
+
+        Raises:
+            ForerunError: on the other ranks, whatever `work` raised on rank 0.
+        """
+        if self.ranks.rank != 0:
+            return self._follow()
+        try:
+            result = work()
+        except Exception as error:
+            # Where gathering failed the others still wait in it. They end when this process does.
+            if self._weights is None or self._weights.failure is None:
+                self._say("failed", one_line(error))
+            raise
+        self._say("done", result)
+        return result
+
+    def named_weights(self) -> Iterator[Named]:
+        """The engine's, within `does`; rank 0 need not read all of them."""
+        return self._gather("named_weights")
+
+    def drafter_weights(self) -> Iterator[Named]:
+        """The engine's, likewise."""
+        return self._gather("drafter_weights")
+
+    def _gather(self, which: _Weights) -> Iterator[Named]:
+        self._say(which)
+        self._weights = _Gathered(getattr(self._engine, which)())
+        return self._weights
+
+    def _say(self, word: _Weights | Literal["done", "failed"], value: Any = None) -> None:
+        if self._weights is not None:
+            _read(self._weights)  # to the end, as the others do
+            self._weights = None
+        self.ranks.agree((word, value))
+
+    def _follow(self) -> Any:
+        while True:
+            word, value = self.ranks.agree(("", None))
+            match word:
+                case "done":
+                    return value
+                case "failed":
+                    raise ForerunError(f"rank 0: {value}")
+                case _:
+                    _read(getattr(self._engine, word)())
+
+
+class _Gathered(Iterator[Named]):
+    """Weights on their way. A reader that gives up cannot end it, as it would end a generator, and once it has failed
+    it does so whenever it is read."""
+
+    def __init__(self, weights: Iterator[Named]) -> None:
+        self._weights = weights
+        self.failure: Exception | None = None
+
+    def __next__(self) -> Named:
+        if self.failure is not None:
+            raise self.failure
+        try:
+            return next(self._weights)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self.failure = error
+            raise
+
+
+def _read(weights: Iterator[Named]) -> None:
+    for _ in weights:
+        pass
