@@ -5,6 +5,7 @@ Nothing else here looks at the version. Importing this module needs no megatron-
 
 from __future__ import annotations
 
+import functools
 from importlib import metadata
 
 from forerun.errors import UsageError
@@ -13,6 +14,7 @@ from forerun.errors import UsageError
 TESTED = ((0, 16), (0, 19))
 
 
+@functools.cache  # reading it takes longer than copying most weights
 def megatron_version() -> tuple[int, int]:
     """(major, minor) of the megatron-core that is installed.
 
