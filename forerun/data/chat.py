@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from forerun.data.packing import Document
-from forerun.data.rows import BadRow, OnBadRow, Row, is_text, parse_messages, read_rows
+from forerun.data.rows import BadRow, OnBadRow, Row, first_few, is_text, parse_messages, read_rows
 from forerun.errors import UsageError
 
 Messages = list[dict[str, str]]
@@ -135,11 +135,8 @@ def read_examples(
     Raises:
         UsageError: see `forerun.data.rows.read_rows`.
     """
-    count = 0
 
-    def parse(row: Row) -> Example:
-        nonlocal count
-        count += 1
+    def parse(row: Row, place: str) -> Example:
         if "messages" in row:
             messages = parse_messages(row["messages"], "messages")
         else:
@@ -154,7 +151,7 @@ def read_examples(
             raise BadRow("no assistant turn, so nothing in it is to be learned")
         if messages[0]["role"] == "assistant":
             raise BadRow("begins with the assistant's turn: put a user's turn before it")
-        return Example(messages, f"{path}, example {count}")
+        return Example(messages, place)
 
     return read_rows(path, parse, on_bad_row, report)
 
@@ -171,30 +168,43 @@ def encode_examples(
     Args:
         max_length: the most tokens of a document.
         on_too_long: "error", "skip" (leave it out) or "truncate" (cut the end off; left out if no target remains).
-        report: called with a line for every example left out or cut.
+        report: called with one line if examples were left out or cut.
 
     Raises:
-        UsageError: an example that is too long (with on_too_long="error") or cannot be tokenized, or none left.
+        UsageError: examples that are too long (with on_too_long="error") or cannot be tokenized: how many, and the
+            first by their places; or none is left.
     """
-    documents = []
+    documents: list[Document] = []
+    unusable: list[str] = []
+    long: list[str] = []
+    count = longest = cut = 0
     for example in examples:
+        count += 1
         try:
             document = encode_conversation(tokenizer, example.messages)
         except UsageError as error:
-            raise UsageError(f"{example.place}: {error}") from None
+            unusable.append(f"{example.place}: {error}")
+            continue
         if len(document) > max_length:
-            message = f"{example.place} has {len(document)} tokens, more than max_length={max_length}"
-            if on_too_long == "error":
-                raise UsageError(f"{message}: raise max_length, or set on_too_long to skip or truncate")
+            long.append(f"{example.place}: {len(document)}")
+            longest = max(longest, len(document))
             document = Document(document.token_ids[:max_length], document.loss_mask[:max_length])
-            keep = on_too_long == "truncate" and any(document.loss_mask)
-            if report is not None:
-                report(f"{message}: {'cut' if keep else 'left out'}")
-            if not keep:
+            if on_too_long == "skip" or not any(document.loss_mask):
                 continue
+            cut += 1
         documents.append(document)
+    if unusable:
+        raise UsageError(f"{len(unusable)} of {count} examples cannot be trained on: {first_few(unusable)}")
+    said = f"{len(long)} of {count} examples have more tokens than data.max_length={max_length}"
+    if long and on_too_long == "error":
+        raise UsageError(
+            f"{said} ({first_few(long)}): set data.max_length={longest}, or data.on_too_long=truncate or skip"
+        )
     if not documents:
-        raise UsageError(f"no example is left to train on: none fits max_length={max_length}, or there were none")
+        why = f"{said} ({first_few(long)}): set data.max_length={longest}" if long else "none was given"
+        raise UsageError(f"no example is left to train on: {why}")
+    if long and report is not None:
+        report(f"{said} ({first_few(long)}): {cut} are cut, {len(long) - cut} left out")
     return documents
 
 

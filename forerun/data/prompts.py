@@ -24,12 +24,14 @@ class Prompt:
         ground_truth: what a verifiable reward compares with, a JSON value; None where nothing can be verified.
         data_source: names the data set; picks the reward.
         extra_info: JSON values handed to the reward.
+        place: says where it came from, for errors.
     """
 
     messages: Messages
     ground_truth: Any
     data_source: str
     extra_info: dict[str, Any] = field(default_factory=dict)
+    place: str = field(default="", compare=False)
 
 
 def read_prompts(
@@ -45,7 +47,7 @@ def read_prompts(
     """
     default_source = str(path) if is_hub(path) else Path(path).stem
 
-    def parse(row: Row) -> Prompt:
+    def parse(row: Row, place: str) -> Prompt:
         if "prompt" not in row:
             raise BadRow(f"no column 'prompt' among {', '.join(map(repr, row)) or 'none at all'}")
         reward_model, extra_info = row.get("reward_model") or {}, row.get("extra_info") or {}
@@ -57,6 +59,7 @@ def read_prompts(
             ground_truth=reward_model.get("ground_truth"),
             data_source=str(row.get("data_source") or default_source),
             extra_info=extra_info,
+            place=place,
         )
 
     return read_rows(path, parse, on_bad_row, report)

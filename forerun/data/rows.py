@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -14,6 +14,8 @@ OnBadRow = Literal["error", "skip"]
 Row = dict[str, Any]
 T = TypeVar("T")
 HUB = "hub:"
+# How many of several like faults are told; of the others, how many there are.
+_TOLD = 3
 
 
 class BadRow(ValueError):
@@ -22,7 +24,7 @@ class BadRow(ValueError):
 
 def read_rows(
     path: str | Path,
-    parse: Callable[[Row], T],
+    parse: Callable[[Row, str], T],
     on_bad_row: OnBadRow = "error",
     report: Callable[[str], None] | None = None,
 ) -> list[T]:
@@ -31,31 +33,39 @@ def read_rows(
     Args:
         path: a file; or `hub:NAME`, `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`, where NAME is what
             `datasets.load_dataset` takes and SPLIT is train unless given (slices such as `train[:100]` too).
-        parse: turns a row into what is wanted; raises `BadRow` where it cannot.
-        on_bad_row: "error" stops at the first bad row, "skip" leaves bad ones out.
-        report: called with a line for every row left out.
+        parse: turns a row into what is wanted, given the row and its place ("data.jsonl, line 7"); raises `BadRow`
+            where it cannot.
+        on_bad_row: "error" refuses a file with bad rows, "skip" leaves them out.
+        report: called with one line if rows were left out.
 
     Raises:
-        UsageError: no such file or data set, another kind of file, a bad row (named by file and line; rows of parquet
-            files and data sets are counted from 1), or no usable row at all.
+        UsageError: no such file or data set, another kind of file, bad rows (how many, and the first by line; rows of
+            parquet files and data sets are counted from 1), or no usable row at all.
     """
     places, word = _places(path)
-    items, bad = [], 0
+    items: list[T] = []
+    bad: list[str] = []
     for number, row in places:
         try:
             if isinstance(row, BadRow):
                 raise row
-            items.append(parse(row))
+            items.append(parse(row, f"{path}, {word} {number}"))
         except BadRow as error:
-            message = f"{path}, {word} {number}: {error}"
-            if on_bad_row == "error":
-                raise UsageError(f"{message} (on_bad_row=skip leaves such rows out)") from None
-            bad += 1
-            if report is not None:
-                report(f"left out {message}")
+            bad.append(f"{word} {number}: {error}")
+    counted = f"{path}: {len(bad)} of {len(items) + len(bad)} rows cannot be used"
+    if bad and on_bad_row == "error":
+        raise UsageError(f"{counted}: {first_few(bad)} (data.on_bad_row=skip leaves such rows out)")
     if not items:
-        raise UsageError(f"{path} is empty: " + (f"all {bad} rows are bad" if bad else "it has no rows"))
+        raise UsageError(f"{path} is empty: it has no rows" if not bad else f"{counted}: {first_few(bad)}")
+    if bad and report is not None:
+        report(f"{counted} and are left out: {first_few(bad)}")
     return items
+
+
+def first_few(told: Sequence[str]) -> str:
+    """The first of several like things, and how many more there are."""
+    more = len(told) - _TOLD
+    return "; ".join([*told[:_TOLD], *([f"and {more} more"] if more > 0 else [])])
 
 
 def is_hub(path: str | Path) -> bool:

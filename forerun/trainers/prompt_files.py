@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from forerun.config import DataConfig
 from forerun.data.chat import encode_prompt
 from forerun.data.prompts import Prompt, read_prompts
+from forerun.data.rows import first_few
 from forerun.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -27,21 +28,36 @@ def read_files(files: Sequence[str], limit: int | None, data: DataConfig) -> lis
 def usable_prompts(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, limit: int, data: DataConfig
 ) -> list[Prompt]:
-    """The prompts of at most `limit` tokens; a longer one stops the run or is left out, as `data.on_too_long` has it.
+    """The prompts of at most `limit` tokens; longer ones stop the run or are left out, as `data.on_too_long` has it.
 
     Raises:
-        UsageError: a prompt is too long and none may be, or none is left.
+        UsageError: prompts are too long and none may be, or none is left.
     """
-    usable = []
+    usable: list[Prompt] = []
+    bad: list[str] = []
+    long: list[str] = []
+    longest = 0
     for index, prompt in enumerate(prompts):
-        length = len(encode_prompt(tokenizer, prompt.messages, name=f"prompt {index}"))
+        name = prompt.place or f"prompt {index}"
+        try:
+            length = len(encode_prompt(tokenizer, prompt.messages, name=name))
+        except UsageError as error:
+            bad.append(str(error))
+            continue
         if length <= limit:
             usable.append(prompt)
             continue
-        message = f"prompt {index} has {length} tokens, more than rollout.max_prompt_length={limit}"
-        if data.on_too_long == "error":
-            raise UsageError(f"{message}: raise it, or set data.on_too_long=skip")
-        logger.warning("left out: %s", message)
-    if not usable:
-        raise UsageError(f"no prompt fits rollout.max_prompt_length={limit}: raise it, or give other prompts")
+        long.append(f"{name}: {length}")
+        longest = max(longest, length)
+    if bad:
+        raise UsageError(f"{len(bad)} of {len(prompts)} prompts cannot be used: {first_few(bad)}")
+    said = (
+        f"{len(long)} of {len(prompts)} prompts have more tokens than rollout.max_prompt_length={limit} "
+        f"({first_few(long)})"
+    )
+    if long and (data.on_too_long == "error" or not usable):
+        skip = ", or data.on_too_long=skip" if usable else ""
+        raise UsageError(f"{said}: set rollout.max_prompt_length={longest}{skip}")
+    if long:
+        logger.warning("%s: they are left out", said)
     return usable

@@ -103,13 +103,12 @@ def test_examples_in_every_column_layout_are_one(tmp_path, tokenizer):
 def test_bad_examples_are_named(tmp_path, tokenizer):
     rows = [{"prompt": "a", "response": "b"}, {"prompt": "a"}, "{", {"messages": CONVERSATION[:2]}]
     path = write(tmp_path / "a.jsonl", rows)
-    with pytest.raises(UsageError, match=r"a\.jsonl, line 2: needs 'messages', or 'prompt' and 'response'"):
+    with pytest.raises(UsageError, match=r"a\.jsonl: 3 of 4 rows .*: line 2: needs 'messages', or 'prompt' and 'resp"):
         read_examples(path)
     reports: list[str] = []
     assert len(read_examples(path, "skip", reports.append)) == 1
-    assert ["line 2" in reports[0], "line 3: not JSON" in reports[1], "line 4: no assistant" in reports[2]] == [
-        True
-    ] * 3
+    assert len(reports) == 1 and "\n" not in reports[0]
+    assert all(told in reports[0] for told in ("3 of 4 rows", "line 2: needs", "line 3: not JSON", "line 4: no assis"))
 
 
 def test_examples_that_are_too_long(tmp_path, tokenizer):
@@ -118,11 +117,32 @@ def test_examples_that_are_too_long(tmp_path, tokenizer):
         {"prompt": "a", "response": "b " * 50},
         {"prompt": "a " * 50, "response": "b"},
     ]
-    examples = read_examples(write(tmp_path / "a.jsonl", rows))
-    with pytest.raises(UsageError, match=r"example 2 has \d+ tokens, more than max_length=40"):
+    path = write(tmp_path / "a.jsonl", rows)
+    examples = read_examples(path)
+    first, last = (len(encode_conversation(tokenizer, example.messages)) for example in examples[1:])
+    said = (
+        f"2 of 3 examples have more tokens than data.max_length=40 ({path}, line 2: {first}; {path}, line 3: {last}): "
+    )
+    with pytest.raises(UsageError) as refused:
         encode_examples(tokenizer, examples, 40)
-    assert len(encode_examples(tokenizer, examples, 40, "skip")) == 1
-    cut = encode_examples(tokenizer, examples, 40, "truncate")
+    most = max(first, last)
+    assert str(refused.value) == f"{said}set data.max_length={most}, or data.on_too_long=truncate or skip"
+    assert len(encode_examples(tokenizer, examples, most)) == 3
+    reports: list[str] = []
+    assert len(encode_examples(tokenizer, examples, 40, "skip", reports.append)) == 1
+    cut = encode_examples(tokenizer, examples, 40, "truncate", reports.append)
     assert [len(d) for d in cut] == [len(cut[0]), 40]
-    with pytest.raises(UsageError, match="no example is left"):
+    assert reports == [said + "0 are cut, 2 left out", said + "1 are cut, 1 left out"]
+    with pytest.raises(UsageError, match=r"no example is left to train on: 3 of 3 .* line 2: .* line 3: "):
         encode_examples(tokenizer, examples, 5, "skip")
+
+
+def test_of_many_the_first_few_are_told_and_how_many_there_are(tmp_path, make_tokenizer):
+    path = write(tmp_path / "a.jsonl", ["{"] * 7 + [{"messages": CONVERSATION[:3]}] * 5)
+    with pytest.raises(UsageError, match=r"7 of 12 rows cannot be used: line 1: .*; line 3: [^;]*; and 4 more \("):
+        read_examples(path)
+    examples = read_examples(path, "skip")
+    with pytest.raises(
+        UsageError, match=r"^5 of 5 examples .*, line 8: .*no chat template.*, line 10: .*; and 2 more$"
+    ):
+        encode_examples(make_tokenizer(None), examples, 64)

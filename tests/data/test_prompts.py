@@ -35,6 +35,7 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "p.parquet")
     prompts = read_prompts(tmp_path / "p.jsonl")
     assert prompts == read_prompts(tmp_path / "p.parquet")
+    assert [prompt.place for prompt in prompts] == [f"{tmp_path / 'p.jsonl'}, line {line}" for line in (1, 3)]
     assert prompts[1] == Prompt(ROWS[1]["prompt"], "3", "openai/gsm8k", {"split": "train", "index": 1})
 
 
@@ -61,7 +62,7 @@ def test_what_is_optional(tmp_path):
 def test_a_bad_row_is_named_or_skipped(tmp_path, line, reason):
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n" + line + "\n" + json.dumps(ROWS[1]) + "\n")
-    with pytest.raises(UsageError, match=r"p\.jsonl, line 2: ") as error:
+    with pytest.raises(UsageError, match=r"p\.jsonl: 1 of 3 rows cannot be used: line 2: ") as error:
         read_prompts(path)
     assert reason in str(error.value) and "\n" not in str(error.value)
     reports: list[str] = []
@@ -79,7 +80,7 @@ def test_files_that_cannot_be_used(tmp_path):
     with pytest.raises(UsageError, match="is empty: it has no rows"):
         read_prompts(tmp_path / "p.jsonl")
     (tmp_path / "q.jsonl").write_text("{}\n")
-    with pytest.raises(UsageError, match="is empty: all 1 rows are bad"):
+    with pytest.raises(UsageError, match=r"1 of 1 rows cannot be used: line 1: no column 'prompt'"):
         read_prompts(tmp_path / "q.jsonl", "skip")
     (tmp_path / "p.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(UsageError, match="not a readable parquet file"):
@@ -108,7 +109,7 @@ def test_nested_columns_arrive_as_they_are(tmp_path):
 def test_a_bad_row_of_a_parquet_file_is_named_or_skipped(tmp_path):
     path = tmp_path / "p.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ROWS[0], ROWS[1] | {"prompt": None}, ROWS[1]]), path)
-    with pytest.raises(UsageError, match=r"p\.parquet, row 2: column 'prompt' must be a list of chat messages"):
+    with pytest.raises(UsageError, match=r"p\.parquet: 1 of 3 rows .*: row 2: column 'prompt' must be a list of chat"):
         read_prompts(path)
     reports: list[str] = []
     assert [prompt.ground_truth for prompt in read_prompts(path, "skip", reports.append)] == ["2", "3"]

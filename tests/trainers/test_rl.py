@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,14 +130,23 @@ def test_held_out_prompts_are_answered_greedily(tmp_path: Path) -> None:
     assert made.evaluate().keys() >= {"val/reward_mean", "val/response_length_mean"}
 
 
-def test_long_prompts_stop_the_run_or_are_left_out(tmp_path: Path) -> None:
+def test_long_prompts_stop_the_run_or_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     long = Prompt([{"role": "user", "content": "say " + "a " * 30}], "a", "tiny")
-    with pytest.raises(UsageError, match=r"prompt 4 has 31 tokens, more than rollout\.max_prompt_length=16"):
-        trainer(settings(tmp_path), prompts=[*PROMPTS, long])
-    kept = trainer(settings(tmp_path, "data.on_too_long=skip"), prompts=[*PROMPTS, long])
-    assert kept.prompts == PROMPTS
-    with pytest.raises(UsageError, match="no prompt fits"):
+    said = (
+        "5 of 9 prompts have more tokens than rollout.max_prompt_length=16 "
+        "(prompt 4: 31; prompt 5: 31; p 9: 31; and 2 more)"
+    )
+    longs = [long, long, replace(long, place="p 9"), long, long]
+    with pytest.raises(UsageError) as refused:
+        trainer(settings(tmp_path), prompts=[*PROMPTS, *longs])
+    assert str(refused.value) == f"{said}: set rollout.max_prompt_length=31, or data.on_too_long=skip"
+    kept = trainer(settings(tmp_path, "data.on_too_long=skip"), prompts=[*PROMPTS, *longs])
+    assert kept.prompts == PROMPTS and caplog.messages == [f"{said}: they are left out"]
+    with pytest.raises(UsageError, match=r"^1 of 1 prompts .*: set rollout\.max_prompt_length=31$"):
         trainer(settings(tmp_path, "data.on_too_long=skip"), prompts=[long])
+    empty = replace(long, messages=[{"role": "user", "content": ""}])
+    with pytest.raises(UsageError, match=r"^2 of 6 prompts cannot be used: prompt 4 has no tokens.*; prompt 5 has no"):
+        trainer(settings(tmp_path), prompts=[*PROMPTS, empty, empty])
 
 
 def test_a_reward_that_fails_costs_its_samples_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

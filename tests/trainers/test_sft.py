@@ -253,7 +253,7 @@ def test_a_loss_above_a_uniform_guess_raises_the_alarm(settings: list[str]) -> N
         ("freeze_trunk=true mtp.enable_train=false", "nothing to train"),
         ("cache_hiddens=true", "freeze_trunk"),
         ("engine.device=abacus", "no device"),
-        ("data.max_length=4", "more than max_length=4"),
+        ("data.max_length=4", "more tokens than data.max_length=4"),
     ],
 )
 def test_bad_settings_are_refused_before_the_model_is_loaded(
