@@ -1,0 +1,10 @@
+"""`python -m forerun.cli`: the command for a process that has no script on its path, such as a rank."""
+
+from __future__ import annotations
+
+import sys
+
+from forerun.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
