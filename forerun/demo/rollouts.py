@@ -28,10 +28,11 @@ def compare_decoding(workspace: Workspace) -> dict[str, Any]:
     requests = greedy_requests(workspace, model.generation_config)
     depths = (0, *workspace.sizes.draft_depths)
     figures: dict[str, Any] = {"prompts": len(requests), "draft_vocabulary": len(workspace.draft_vocabulary)}
-    with ProgressBar("rollout", len(requests) * len(depths) * len(BATCH_SIZES), "responses") as progress:
-        for batch_size in BATCH_SIZES:
-            plain: list[list[int]] = []
-            plain_rate = 0.0
+    lengths = [r.sampling.max_tokens for r in requests]  # until they are known: the text is the same every time
+    for batch_size in BATCH_SIZES:
+        plain: list[list[int]] = []
+        plain_rate = 0.0
+        with ProgressBar(f"rollout, batch {batch_size}", len(depths) * sum(lengths), "tokens") as progress:
             for depth in depths:
                 engine.num_speculative_tokens = depth
                 engine.max_num_seqs = batch_size
@@ -42,9 +43,11 @@ def compare_decoding(workspace: Workspace) -> dict[str, Any]:
                 ]
                 engine.generate(warm_up)
                 started = time.perf_counter()
-                completions = engine.generate(requests, lambda _: progress.advance(1))
+                completions = engine.generate(requests, on_tokens=lambda _, tokens: progress.advance(len(tokens)))
                 rate = sum(len(c.token_ids) for c in completions) / (time.perf_counter() - started)
                 texts = [c.token_ids for c in completions]
+                lengths = [len(text) for text in texts]
+                progress.expect(len(depths) * sum(lengths))
                 if depth == 0:
                     plain, plain_rate = texts, rate
                     figures[f"batch_{batch_size}"] = {"plain_tokens_per_second": rate}

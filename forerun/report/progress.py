@@ -88,10 +88,16 @@ class ProgressBar:
         elif self._clock() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._print(self.state())
 
+    def expect(self, total: float) -> None:
+        """Go on with a better known total."""
+        self.total = total
+        if self._rich is not None:
+            self._rich.update(self._task, total=total)
+
     def state(self) -> str:
         """What a line shows: percentage, count, rate, ETA, note."""
-        count = f"{self.done:.0f}" if self.total is None else f"{self.done:.0f}/{self.total:.0f}"
-        parts = [f"{count} {self.unit}"]
+        done = "" if self.total is None else f"{self.done:.0f}/"
+        parts = [done + self._counted(self.done if self.total is None else self.total)]
         if self.total:
             parts.insert(0, f"{100 * self.done / self.total:3.0f}%")
         if (rate := self.rate) is not None:
@@ -105,7 +111,7 @@ class ProgressBar:
         if self._rich is not None:
             self._rich.start()
         else:
-            self._print(f"{self.total:.0f} {self.unit} to do" if self.total is not None else "started")
+            self._print(f"{self._counted(self.total)} to do" if self.total is not None else "started")
         return self
 
     def __exit__(
@@ -114,8 +120,13 @@ class ProgressBar:
         if self._rich is not None:
             self._rich.stop()
         outcome = "done in" if kind is None else "stopped after"
-        count = f"{self.done:.0f} {self.unit}"
-        self._print("  ".join([f"{outcome} {duration(self.elapsed)}", count, *([self._note] if self._note else [])]))
+        words = [f"{outcome} {duration(self.elapsed)}", self._counted(self.done)]
+        self._print("  ".join(words + ([self._note] if self._note else [])))
+
+    def _counted(self, number: float) -> str:
+        """A number with its unit."""
+        one = self.unit.removesuffix("es") if self.unit.endswith("ches") else self.unit.removesuffix("s")
+        return f"{number:.0f} {one if number == 1 else self.unit}"
 
     def _print(self, text: str) -> None:
         self._last_line = self._clock()

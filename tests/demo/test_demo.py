@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -88,7 +89,12 @@ def test_every_phase_and_then_nothing_twice(
 
     monkeypatch.setattr("forerun.demo.head.train_head", None)  # would fail if it were called again
     assert run(chosen) == 0
-    assert "done earlier" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "done earlier" in said
+    # Tokens are counted, and from the second batch size on it is known how many there will be.
+    (expected,) = re.findall(r"rollout, batch 8: (\d+) tokens to do", said)
+    assert re.search(rf"rollout, batch 1: done in \S+  {expected} tokens", said)
+    assert re.search(rf"rollout, batch 8: done in \S+  {expected} tokens", said)
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["figures"] == figures
 
     with pytest.raises(UsageError, match=r"other options \(seed\)"):

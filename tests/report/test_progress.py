@@ -44,6 +44,20 @@ def test_slow_steps_and_unknown_totals() -> None:
     assert endless.eta is None and endless.state() == "6 requests  3 requests/s"
 
 
+def test_one_of_anything_and_a_total_that_turns_out_smaller() -> None:
+    out, clock = io.StringIO(), Clock()
+    with ProgressBar("evaluate", total=1, unit="batches", file=out, clock=clock) as bar:
+        bar.advance()
+        assert bar.state() == "100%  1/1 batch"
+    assert out.getvalue().splitlines() == ["evaluate: 1 batch to do", "evaluate: done in 0.0s  1 batch"]
+    bar = ProgressBar("train", total=80, file=out, clock=clock)
+    clock.now += 4
+    bar.advance(4)
+    assert bar.state() == "  5%  4/80 steps  1 steps/s  ETA 1:16"
+    bar.expect(8)
+    assert bar.state() == " 50%  4/8 steps  1 steps/s  ETA 4.0s"
+
+
 def test_what_an_earlier_run_did_is_not_taken_for_speed() -> None:
     out, clock = io.StringIO(), Clock()
     with ProgressBar("train", total=100, file=out, clock=clock, done=90) as bar:
