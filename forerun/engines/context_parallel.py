@@ -9,7 +9,7 @@ aside, is a rank's share. The layout is `forerun.mtp.context_parallel`'s; a row 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -150,13 +150,30 @@ def gather_in_attention(model: PreTrainedModel, ranks: RankGroup) -> Callable[[B
     if getattr(config, "sliding_window", None) is not None:
         kinds.add("sliding_attention")
     name = f"forerun_context_parallel_{next(_numbers)}"
-    if not kinds and model._supports_sdpa:
+    check_attention_kinds(type(model).__name__, kinds)
+    if model._supports_sdpa:
         AttentionInterface.register(name, partial(_attend, ranks))
         model.set_attn_implementation(name)
     if config._attn_implementation != name:
-        why = f"layers of {', '.join(sorted(kinds))}" if kinds else "an attention function of its own"
-        raise UsageError(
-            f"{type(model).__name__} has {why}, which context parallelism does not cover: set "
-            "engine.context_parallel_size=1"
-        )
+        raise _uncovered(type(model).__name__, "an attention function of its own")
     return partial(RowParts, ranks=ranks)
+
+
+def check_attention_kinds(model: str, kinds: Iterable[str]) -> None:
+    """Refuse a trunk with layers that mix tokens otherwise than by full attention.
+
+    Args:
+        model: its name, for people.
+        kinds: transformers' names of those layers, such as "linear_attention".
+
+    Raises:
+        UsageError
+    """
+    if kinds := sorted(kinds):
+        raise _uncovered(model, f"layers of {', '.join(kinds)}")
+
+
+def _uncovered(model: str, why: str) -> UsageError:
+    return UsageError(
+        f"{model} has {why}, which context parallelism does not cover: set engine.context_parallel_size=1"
+    )

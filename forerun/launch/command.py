@@ -12,10 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from forerun.cluster import import_ray
 from forerun.config import RLConfig, SFTConfig
 from forerun.config_file import load_config
+from forerun.launch.closing import closing_words
 from forerun.launch.rank import check_device_count, is_rank, joined, run_as_rank
 from forerun.launch.ray_ranks import start_ranks as start_ray_ranks
 from forerun.launch.torchrun import start_ranks
-from forerun.trainers.setup import check_ranks, resolve_device
+from forerun.trainers.checks import check_config, check_ranks
+from forerun.trainers.setup import resolve_device
 
 Verb = Literal["sft", "rl"]
 
@@ -37,8 +39,10 @@ def run(verb: Verb, path: Path, overrides: Sequence[str]) -> None:
     settings = config.distributed
     check_ranks(config, settings.nnodes * settings.nproc_per_node)
     is_elsewhere = config.launch == "ray" and settings.ray_address is not None
-    if not is_elsewhere and resolve_device(config.engine).type == "cuda":
-        check_device_count(settings.nproc_per_node)
+    if not is_elsewhere:
+        check_config(config, has_data=False, has_model=False)
+        if resolve_device(config.engine).type == "cuda":
+            check_device_count(settings.nproc_per_node)
     if config.launch == "ray":
         wants_cuda = None if config.engine.device == "auto" else config.engine.device == "cuda"
         cpus = 0.0
@@ -81,3 +85,5 @@ def _train(config: SFTConfig | RLConfig, mesh: DeviceMesh | None, on_ray: bool =
         from forerun.trainers.rl import RLTrainer
 
         RLTrainer(config, mesh=mesh).train()
+    if mesh is None or mesh.get_rank() == 0:
+        print(closing_words(Path(config.trainer.output_dir)), flush=True)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any, get_type_hints
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, get_type_hints
 
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
-from forerun.checkpoint.reader import CheckpointReader
 from forerun.errors import UsageError, one_line
 from forerun.families import FamilyRecord, family_of
 
@@ -29,7 +30,22 @@ _FIXED = {
 _ROPE = ("rope_parameters", "rope_scaling")  # transformers' name, and that of older files
 
 
-def build_config(reader: CheckpointReader, family: FamilyRecord, trust_remote_code: bool) -> PreTrainedConfig:
+class HasConfig(Protocol):
+    """A `CheckpointReader`, or a config.json alone: a directory and what it holds."""
+
+    path: Path
+    config: dict[str, Any]
+
+
+@dataclass
+class ConfigFile:
+    """A config.json without weights beside it."""
+
+    path: Path
+    config: dict[str, Any]
+
+
+def build_config(reader: HasConfig, family: FamilyRecord, trust_remote_code: bool) -> PreTrainedConfig:
     """The trunk's configuration from `reader.config` as it is now, whatever the file says.
 
     Raises:
@@ -53,7 +69,7 @@ def _decoded(value: Any) -> Any:
 
 
 def overridden_config(
-    reader: CheckpointReader, overrides: Mapping[str, Any], trust_remote_code: bool = False
+    reader: HasConfig, overrides: Mapping[str, Any], trust_remote_code: bool = False
 ) -> dict[str, Any]:
     """`reader.config` with the overrides merged in; no weight is read.
 
@@ -72,12 +88,10 @@ def overridden_config(
     except Exception as error:  # a wrong value in config.json ends in whatever the model's code makes of it
         raise UsageError(f"transformers cannot read {reader.path}/config.json ({one_line(error):.200})") from error
     merged = copy.deepcopy(reader.config)
-    for key, value in _settings(overrides):
+    for key, value in settings(overrides):
         _set(merged, key, value, defaults, reader)
-    changed = CheckpointReader(reader.path)
-    changed.config = merged
     try:
-        build_config(changed, family, trust_remote_code)
+        build_config(ConfigFile(reader.path, merged), family, trust_remote_code)
     except Exception as error:
         raise UsageError(
             f"model.override_config makes a configuration that the model refuses: {one_line(error):.300}"
@@ -85,16 +99,16 @@ def overridden_config(
     return merged
 
 
-def _settings(overrides: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def settings(overrides: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of every setting. An empty mapping is a value."""
     for key, value in overrides.items():
         if isinstance(value, Mapping) and value:
-            yield from _settings(value, f"{prefix}{key}.")
+            yield from settings(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-def _set(config: dict[str, Any], key: str, value: Any, defaults: PreTrainedConfig, reader: CheckpointReader) -> None:
+def _set(config: dict[str, Any], key: str, value: Any, defaults: PreTrainedConfig, reader: HasConfig) -> None:
     *sections, last = key.split(".")
     place, known = config, _names(config, defaults)
     at: Any = defaults

@@ -1,20 +1,30 @@
-"""A training configuration as the planner sees it: what it trains, on how many ranks, and what its rollouts hold."""
+"""A training configuration as the planner sees it: what it trains, on how many ranks, and what its rollouts hold.
+
+What a run would refuse for its configuration is refused here, by the same checks. What depends on this machine is not:
+whether it has the devices, the data, the weights, and the output directory is the run's.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 
-from forerun.config import RLConfig, SFTConfig
+from forerun.config import ModelConfig, RLConfig, SFTConfig
 from forerun.config_file import load_config
-from forerun.planner.hardware import BYTES, Precision
+from forerun.engines.context_parallel import check_attention_kinds
+from forerun.models.config_overrides import ConfigFile, overridden_config, settings
+from forerun.planner.hardware import BYTES, Hardware, Precision
 from forerun.planner.serving_memory import Serving, serving
-from forerun.planner.shape import ModelShape, load_shape
+from forerun.planner.shape import FoundConfig, ModelShape, find_config, shape_of
 from forerun.planner.training import Device, Layout, TrainingRun
+from forerun.trainers.checks import check_layout
+from forerun.trainers.setup import named_device
 
 
 @dataclass(frozen=True)
@@ -51,19 +61,30 @@ def read_config(path: Path, overrides: Sequence[str], model: str | None) -> SFTC
     return load_config(cls, path, overrides)
 
 
-def job_of(config: SFTConfig | RLConfig, device: Device) -> Job:
+def job_of(config: SFTConfig | RLConfig, hardware: Hardware | None) -> Job:
     """What a configuration amounts to, without its data or weights.
 
     A row counts as long as it may be: data.max_length, or prompt and response at their limits.
 
     Args:
         config: a checked one.
-        device: what it would run on.
+        hardware: what it would run on; None is a GPU, unless `engine.device` says otherwise.
 
     Raises:
-        UsageError: model.path has no config.json and is no model that the planner knows.
+        UsageError: model.path has no config.json and is no model that the planner knows; a run would refuse the layout
+            or an override of config.json.
     """
-    shape = load_shape(config.model.path)
+    on_cpu = hardware is not None and hardware.name == "cpu"
+    named = named_device(config.engine)
+    device: Device = "cpu" if on_cpu or (named is not None and named.type == "cpu") else "cuda"
+    check_layout(config, _num_ranks(config), torch.device(device))
+    shape = _shape(config.model)
+    if config.engine.strategy == "megatron":
+        config.engine.megatron.layout().stage_sizes(len(shape.layers))
+    elif config.engine.context_parallel_size > 1:
+        linear = {"linear_attention"} if any(layer.state for layer in shape.layers) else set()
+        sliding = {"sliding_attention"} if any(layer.window for layer in shape.layers) else set()
+        check_attention_kinds(shape.name, linear | sliding)
     weight_bytes = BYTES[config.model.dtype]
     shape = replace(shape, precision=config.model.dtype)
     depths, chained = _depths(config, shape)
@@ -140,6 +161,33 @@ def _is_rl(path: Path, overrides: Sequence[str]) -> bool:
     return bool(own & (given | set(loaded if isinstance(loaded, dict) else ())))
 
 
+def _shape(model: ModelConfig) -> ModelShape:
+    found = find_config(model.path)
+    config = found.config
+    if model.override_config and found.directory is not None:
+        config = overridden_config(ConfigFile(found.directory, config), model.override_config, model.trust_remote_code)
+    elif model.override_config:
+        config = _with_sizes(found, model)
+    return shape_of(config, found.name)
+
+
+def _with_sizes(found: FoundConfig, model: ModelConfig) -> dict[str, Any]:
+    """A known model's sizes with the overrides. Its other keys are not known here, so none is refused."""
+    config = copy.deepcopy(found.config)
+    for key, value in settings(model.override_config):
+        *sections, last = key.removeprefix("text_config.").split(".")  # known sizes stand in no such section
+        place = config
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    return config
+
+
+def _num_ranks(config: SFTConfig | RLConfig) -> int | None:
+    """Ranks that share the run; None is one process."""
+    return None if config.launch == "local" else config.distributed.nnodes * config.distributed.nproc_per_node
+
+
 def _depths(config: SFTConfig | RLConfig, shape: ModelShape) -> tuple[int, int]:
     """MTP layers with weights of their own, and depths that the loss runs."""
     if not config.mtp.enable:
@@ -151,8 +199,7 @@ def _depths(config: SFTConfig | RLConfig, shape: ModelShape) -> tuple[int, int]:
 
 
 def _layout(config: SFTConfig | RLConfig) -> Layout:
-    engine, distributed = config.engine, config.distributed
-    ranks = 1 if config.launch == "local" else distributed.nnodes * distributed.nproc_per_node
+    engine, ranks = config.engine, _num_ranks(config) or 1
     if engine.strategy == "megatron":
         sizes = engine.megatron
         return Layout(

@@ -113,6 +113,13 @@ class ModelShape:
         return self.head + sum(layer.parameters for layer in self.layers)
 
     @property
+    def trunk(self) -> int:
+        """Weights that exist: `parameters`, and an embedding that is not the LM head's. Norms and biases, of which
+        there are few, are left out.
+        """
+        return self.parameters + (0 if self.tied else self.head)
+
+    @property
     def active(self) -> int:
         """Weights that one token multiplies with."""
         return self.head + sum(layer.active for layer in self.layers)
@@ -124,11 +131,30 @@ def load_shape(model: str) -> ModelShape:
     Raises:
         UsageError: none of these, or a config that lacks a size.
     """
+    found = find_config(model)
+    return shape_of(found.config, found.name)
+
+
+@dataclass(frozen=True)
+class FoundConfig:
+    """What config.json says, under a name for people; `directory` is None for a model that is known by its name."""
+
+    config: dict[str, Any]
+    name: str
+    directory: Path | None = None
+
+
+def find_config(model: str) -> FoundConfig:
+    """The config.json that names a model, or that a directory holds.
+
+    Raises:
+        UsageError: there is none, or it is no JSON object.
+    """
     shipped: dict[str, dict[str, Any]] = json.loads(
         resources.files("forerun.planner").joinpath("models.json").read_text("utf-8")
     )
     if model.lower() in shipped:
-        return shape_of(shipped[model.lower()], model.lower())
+        return FoundConfig(shipped[model.lower()], model.lower())
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     if not path.is_file():
         raise UsageError(
@@ -141,7 +167,7 @@ def load_shape(model: str) -> ModelShape:
         raise UsageError(f"{path} cannot be read as JSON: give a Hugging Face config.json") from None
     if not isinstance(config, dict):
         raise UsageError(f"{path} holds no JSON object: give a Hugging Face config.json")
-    return shape_of(config, Path(model).name)
+    return FoundConfig(config, Path(model).name, path.parent)
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
@@ -172,6 +198,11 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
     depths = next((_size(text, key, name, absent=0) for key in _DEPTH_KEYS if text.get(key)), 0)
     return ModelShape(name, layers, drafter, hidden * vocab, precision, hidden, tied, depths)
+
+
+def billions(weights: int) -> str:
+    """A number of weights for people: 7.00 B, 0.135 B, 671 B."""
+    return f"{weights / 1e9:#.3g}".rstrip(".") + " B"
 
 
 def _layer(text: Mapping[str, Any], index: int, name: str) -> LayerShape:

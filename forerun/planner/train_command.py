@@ -21,8 +21,7 @@ def run(path: Path, overrides: Sequence[str], model: str | None, hardware: str |
     """
     config = read_config(path, overrides, model)
     found = None if hardware is None else find(hardware)
-    on_cpu = config.engine.device == "cpu" or (found is not None and found.name == "cpu")
-    plan = make_train_plan(job_of(config, "cpu" if on_cpu else "cuda"), found)
+    plan = make_train_plan(job_of(config, found), found)
     if as_json:
         print(json.dumps(_as_json(plan)))
     else:
@@ -56,6 +55,11 @@ def _print(plan: TrainPlan) -> None:
         for name in peak.parts:
             if any(other.parts.get(name) for other in shown):
                 print(f"    {name:<34}" + "".join(f"{other.parts.get(name, 0) / GIB:>14.2f}" for other in shown))
+    if plan.without:
+        print(
+            "    (without: the same run with mtp.enable=false. Each column is of its own fullest moment, which MTP can "
+            "move:\n    totals compare, single parts need not.)"
+        )
     if plan.traffic:
         print("\nGiB that a rank sends in an optimizer step")
         for kind in plan.traffic:

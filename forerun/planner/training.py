@@ -131,8 +131,8 @@ class TrainingRun:
 
     @property
     def trunk_parameters(self) -> int:
-        """Embedding, layers, LM head; norms and biases are left out, of which there are few."""
-        return self.shape.parameters + (0 if self.shape.tied else self.shape.head)
+        """See `ModelShape.trunk`."""
+        return self.shape.trunk
 
     @property
     def mtp_parameters(self) -> int:

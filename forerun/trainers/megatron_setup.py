@@ -8,7 +8,6 @@ import torch
 
 from forerun.config import RLConfig, SFTConfig
 from forerun.engines.megatron.settings import MegatronEngineConfig, check_settings
-from forerun.engines.megatron.version import megatron_version
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.errors import UsageError
 from forerun.mtp.config import MTPConfig
@@ -21,10 +20,8 @@ def check_megatron(config: SFTConfig | RLConfig, num_ranks: int, device: torch.d
     """Check a configuration with engine.strategy=megatron, before any model is loaded.
 
     Raises:
-        UsageError: megatron-core is missing, there is no GPU, the ranks do not divide as asked, or a setting that the
-            engine does not have.
+        UsageError: the device is no GPU, the ranks do not divide as asked, or a setting that the engine does not have.
     """
-    megatron_version()
     if device.type != "cuda":
         raise UsageError("engine.strategy=megatron computes on CUDA devices only: set engine.strategy=torch")
     layout = config.engine.megatron.layout()

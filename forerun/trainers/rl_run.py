@@ -30,6 +30,7 @@ from forerun.report.progress import ProgressBar
 from forerun.rewards.runner import RewardRunner
 from forerun.rollout.protocol import Completion
 from forerun.trainers.alarms import Alarms
+from forerun.trainers.checks import check_config, check_ranks
 from forerun.trainers.experience import Sample, rollout_figures, text_table
 from forerun.trainers.judging import Scorer, check_rewards, judged_samples
 from forerun.trainers.megatron_setup import make_megatron_engine
@@ -40,8 +41,6 @@ from forerun.trainers.rollout_requests import RequestMaker
 from forerun.trainers.setup import (
     SAMPLES_FILE,
     RunDirectory,
-    check_config,
-    check_ranks,
     engine_config,
     load_model,
     load_tokenizer,

@@ -18,15 +18,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.checkpoint.reader import CheckpointReader
-from forerun.config import (
-    EngineConfig,
-    ModelConfig,
-    OptimConfig,
-    RLConfig,
-    SFTConfig,
-    TrainerConfig,
-)
-from forerun.config_check import check
+from forerun.config import EngineConfig, ModelConfig, OptimConfig, TrainerConfig
 from forerun.config_file import save_config
 from forerun.engines.checkpoint_directory import latest_checkpoint, prune_checkpoints, put_back_replaced
 from forerun.engines.data_parallel import ShardingConfig
@@ -37,80 +29,21 @@ from forerun.engines.torch_engine import TorchEngineConfig
 from forerun.errors import ForerunError, UsageError, one_line
 from forerun.families import declared_depth, family_of, present_depth
 from forerun.models.attach import Init, attach
-from forerun.models.config_overrides import overridden_config
 from forerun.models.loading import load
 from forerun.mtp.config import MTPConfig
 from forerun.report.atomic import failures
 from forerun.report.writers import Writers, make_writers, rewind_lines
 from forerun.trainers.alarms import Alarm
-from forerun.trainers.megatron_setup import check_megatron
 
 logger = logging.getLogger(__name__)
 
+# The exported model, in trainer.output_dir.
+EXPORTED = "model"
 # Responses of a run's steps, and its alarms, as JSON lines beside metrics.jsonl.
 SAMPLES_FILE = "samples.jsonl"
 ALARMS_FILE = "alarms.jsonl"
 # How long a run waits for the end of one in its directory, which may have been killed a moment ago.
 LOCK_PATIENCE_S = 10.0
-
-
-def check_config(config: SFTConfig | RLConfig, has_data: bool, has_model: bool) -> None:
-    """Check a configuration; objects that the caller brings stand in for the paths that name them.
-
-    Raises:
-        UsageError: see `config_check.check`; the output directory is a file; an override of a key that the model's
-            config.json does not have.
-    """
-    model = replace(config.model, path=config.model.path or ("given" if has_model else ""))
-    data = replace(config.data, train_files=config.data.train_files or (["given"] if has_data else []))
-    check(replace(config, model=model, data=data))
-    output = Path(config.trainer.output_dir)
-    for place in (output, *output.parents):
-        if place.exists() and not place.is_dir():
-            raise UsageError(f"trainer.output_dir={output}: {place} is a file, name a directory")
-    if config.model.override_config and not has_model:
-        overridden_config(
-            CheckpointReader(config.model.path), config.model.override_config, config.model.trust_remote_code
-        )
-
-
-def check_ranks(config: SFTConfig | RLConfig, num_ranks: int | None) -> None:
-    """Check what a configuration says of ranks against their number; None is one process that shares with nobody.
-
-    Raises:
-        UsageError: a setting that would have no effect, or that several ranks cannot do.
-    """
-    engine = config.engine
-    if engine.strategy == "megatron":
-        check_megatron(config, num_ranks or 1, resolve_device(engine))
-        return
-    if num_ranks is None:
-        unused = EngineConfig()
-        names = (
-            "fsdp_size",
-            "param_dtype",
-            "reduce_dtype",
-            "reshard_after_forward",
-            "context_parallel_size",
-            "cpu_offload",
-        )
-        for name in names:
-            if (value := getattr(engine, name)) != getattr(unused, name):
-                raise UsageError(
-                    f"engine.{name}={str(value).lower()} is for ranks that share the model: unset it, or set "
-                    "launch=torchrun"
-                )
-        return
-    if engine.fsdp_size is not None and num_ranks % engine.fsdp_size:
-        raise UsageError(f"engine.fsdp_size={engine.fsdp_size} must divide the number of ranks, {num_ranks}")
-    if num_ranks % (size := engine.context_parallel_size):
-        raise UsageError(f"engine.context_parallel_size={size} must divide the number of ranks, {num_ranks}")
-    if ":" in engine.device:
-        raise UsageError(f"engine.device={engine.device} would put every rank there: use auto, cpu or cuda")
-    if engine.cpu_offload and resolve_device(engine).type == "cpu":
-        raise UsageError("engine.cpu_offload=true, and engine.device is the CPU already: unset one of them")
-    if isinstance(config, SFTConfig) and config.cache_hiddens:
-        raise UsageError("cache_hiddens=true is for one process: ranks run the trunk together, so set it to false")
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -163,18 +96,29 @@ def load_model(
     return model.to(device)  # type: ignore[arg-type]
 
 
+def named_device(config: EngineConfig) -> torch.device | None:
+    """The device that `engine.device` names; None leaves it to the machine.
+
+    Raises:
+        UsageError: no device has that name.
+    """
+    if config.device == "auto":
+        return None
+    try:
+        return torch.device(config.device)
+    except RuntimeError:
+        raise UsageError(f"engine.device={config.device!r} is no device: use auto, cpu or cuda") from None
+
+
 def resolve_device(config: EngineConfig) -> torch.device:
-    """The device that `engine.device` names.
+    """The device of this machine that `engine.device` names.
 
     Raises:
         UsageError: no such device on this machine.
     """
-    if config.device == "auto":
+    device = named_device(config)
+    if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(config.device)
-    except RuntimeError:
-        raise UsageError(f"engine.device={config.device!r} is no device: use auto, cpu or cuda") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"engine.device={config.device!r}, but torch sees no CUDA device here: use auto or cpu")
     return device
@@ -267,7 +211,7 @@ class RunDirectory:
 
     @property
     def model_path(self) -> Path:
-        return self.path / "model"
+        return self.path / EXPORTED
 
     def resume(self, engine: TrainingEngine) -> dict[str, Any] | None:
         """Restore the newest checkpoint into `engine`; its extra, or None when the run starts anew.

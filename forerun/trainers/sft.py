@@ -31,13 +31,12 @@ from forerun.models.carrier import MTPCarrier
 from forerun.report.progress import ProgressBar
 from forerun.trainers.alarms import Alarms
 from forerun.trainers.batching import make_rows, micro_batches
+from forerun.trainers.checks import check_config, check_ranks
 from forerun.trainers.head_init import fit_new_head
 from forerun.trainers.megatron_setup import make_megatron_engine
 from forerun.trainers.setup import (
     RunDirectory,
     carries_mtp,
-    check_config,
-    check_ranks,
     engine_config,
     load_model,
     load_tokenizer,

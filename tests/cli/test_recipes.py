@@ -22,8 +22,7 @@ from forerun.models.config_overrides import overridden_config
 from forerun.planner.from_config import job_of, read_config
 from forerun.planner.hardware import find
 from forerun.planner.train_plan import GIB, TrainPlan, make_train_plan
-from forerun.trainers.megatron_setup import check_megatron
-from forerun.trainers.setup import check_config, check_ranks
+from forerun.trainers.checks import check_config, check_layout
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 DOCUMENT = RECIPES.parent / "docs" / "recipes.md"
@@ -53,7 +52,7 @@ def plan_of(path: Path) -> tuple[dict[str, Any], TrainPlan]:
     words = line.removeprefix("# plan: ").split()
     options = dict(zip(words[::2], words[1::2], strict=True))
     config = read_config(path, [], options["--model"])
-    return options, make_train_plan(job_of(config, "cuda"), find(options["--hardware"]))
+    return options, make_train_plan(job_of(config, None), find(options["--hardware"]))
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -78,10 +77,7 @@ def test_every_check_that_needs_no_weights_passes(name: str, tmp_path: Path) -> 
     (tmp_path / "model-1.safetensors").touch()
     config = load_config(kind(PLANNED[name]), PLANNED[name], [f"model.path={tmp_path}"])
     check_config(config, has_data=False, has_model=False)
-    if config.engine.strategy == "megatron":  # which asks for the GPU that is not here
-        check_megatron(config, plan.job.run.layout.ranks, torch.device("cuda"))
-    else:
-        check_ranks(config, plan.job.run.layout.ranks)
+    check_layout(config, plan.job.run.layout.ranks, torch.device("cuda"))
     merged = overridden_config(CheckpointReader(tmp_path), config.model.override_config)
     text = merged.get("text_config", merged)
     longest = config.rollout.max_prompt_length + config.rollout.max_response_length

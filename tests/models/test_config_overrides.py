@@ -18,7 +18,7 @@ from forerun.families import MIMO
 from forerun.models.attach import attach
 from forerun.models.config_overrides import overridden_config
 from forerun.mtp.config import MTPConfig
-from forerun.trainers.setup import check_config
+from forerun.trainers.checks import check_config
 from tests.families.tiny import tiny_trunk
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

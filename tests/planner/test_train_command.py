@@ -12,6 +12,7 @@ import pytest
 from forerun import cli
 from forerun.planner.from_config import job_of, read_config
 from forerun.planner.hardware import find
+from forerun.planner.shape import find_config
 from forerun.planner.train_plan import make_train_plan
 
 GIB = 2**30
@@ -59,7 +60,8 @@ def test_the_figures_in_print_and_as_json(capsys: pytest.CaptureFixture[str], sf
     assert 1.03 < found["compute_seconds"] / found["compute_seconds_without_mtp"] < 1.2  # one layer and head on 36
     code, out, err = plan(capsys, str(sft), "--hardware", "h100")
     assert code == 0 and not err and out.splitlines()[-1] == found["sentence"]
-    assert f"{peak(found) / GIB:.2f}" in out and "FSDP2 x 8" in out and "gather weights, over 8 ranks" in out
+    assert f"{peak(found) / GIB:.2f}" in out and "FSDP2 x 8" in out and "mtp.enable=false" in out
+    assert out.startswith("mimo-7b: 7.83 B weights, ") and "gather weights, over 8 ranks" in out
 
 
 def test_settings_reach_the_figures(capsys: pytest.CaptureFixture[str], sft: Path) -> None:
@@ -75,6 +77,26 @@ def test_settings_reach_the_figures(capsys: pytest.CaptureFixture[str], sft: Pat
     assert peak(answer(capsys, str(sft), "engine.reshard_after_forward=false")) > plain
     hsdp = answer(capsys, str(sft), "engine.fsdp_size=4", "engine.reduce_dtype=float32")
     assert [kind["what"] for kind in hsdp["traffic"]][-1] == "sum over replicas"
+
+
+def test_an_override_of_config_json_reaches_the_figures(
+    capsys: pytest.CaptureFixture[str], sft: Path, tmp_path: Path
+) -> None:
+    """Of a known model, and of a config.json, where a key that is not there is refused as a run does."""
+    whole = 36 * (4096 * 128 * 80 + 3 * 4096 * 11008) + 2 * 4096 * 151680
+    layer = 4096 * 128 * 80 + 3 * 4096 * 11008
+
+    def weights(*arguments: str) -> float:
+        found = answer(capsys, str(sft), "mtp.enable=false", "mtp.enable_train=false", *arguments)
+        return found["peaks"][0]["parts"]["weights"] * 8 / 2
+
+    assert weights() == whole and weights("model.override_config.num_hidden_layers=35") == whole - layer
+    config = {"model_type": "qwen2", **find_config("mimo-7b").config}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    here = f"--model={tmp_path}"
+    assert weights(here) == whole and weights(here, "model.override_config.num_hidden_layers=35") == whole - layer
+    code, out, err = plan(capsys, str(sft), here, "model.override_config.num_hiden_layers=35")
+    assert code == 2 and out == "" and "did you mean num_hidden_layers?" in err and len(err.splitlines()) == 1
 
 
 def test_the_megatron_engine_s_settings_reach_the_figures(capsys: pytest.CaptureFixture[str], sft: Path) -> None:
@@ -147,7 +169,7 @@ def test_the_advice_holds(capsys: pytest.CaptureFixture[str], sft: Path, overrid
 
 
 def test_fitting_leaves_room_for_what_is_not_a_tensor(sft: Path) -> None:
-    job, device = job_of(read_config(sft, [], None), "cuda"), find("h200")
+    job, device = job_of(read_config(sft, [], None), None), find("h200")
     need = make_train_plan(job, device).peak
     assert make_train_plan(job, replace(device, memory=need / 0.95)).fits is False
     assert make_train_plan(job, replace(device, memory=need / 0.90)).fits is True
@@ -162,7 +184,28 @@ def test_fitting_leaves_room_for_what_is_not_a_tensor(sft: Path) -> None:
         (["{sft}", "mtp.enable_trian=true"], "did you mean mtp.enable_train?"),
         (["{sft}", "rollout.temprature=1"], "did you mean rollout.temperature?"),
         (["{sft}", "micro_batch_size=64"], "micro_batch_size=64 is larger than train_batch_size=32"),
-        (["{sft}", "engine.fsdp_size=3"], "8 ranks are no multiple of the 3"),
+        (["{sft}", "engine.fsdp_size=3"], "engine.fsdp_size=3 must divide the number of ranks, 8"),
+        (["{sft}", "engine.context_parallel_size=3"], "context_parallel_size=3 must divide the number of ranks, 8"),
+        (["{sft}", "engine.cpu_offload=true", "--hardware", "cpu"], "engine.device is the CPU already"),
+        (["{sft}", "engine.cpu_offload=true", "engine.device=cpu"], "engine.device is the CPU already"),
+        (["{sft}", "launch=local", "engine.fsdp_size=8"], "engine.fsdp_size=8 is for ranks that share the model"),
+        (["{sft}", "freeze_trunk=true", "cache_hiddens=true"], "set cache_hiddens=false"),
+        (["{sft}", "engine.device=abacus"], "engine.device='abacus' is no device"),
+        (["{sft}", "engine.context_parallel_size=2", "--model", "qwen3.5-9b"], "layers of linear_attention, which"),
+        (
+            ["{sft}", "engine.strategy=megatron", "engine.megatron.tensor_model_parallel_size=3"],
+            "8 ranks cannot be div",
+        ),
+        (["{sft}", "engine.strategy=megatron", "--hardware", "cpu"], "computes on CUDA devices only"),
+        (
+            [
+                "{sft}",
+                "engine.strategy=megatron",
+                "engine.megatron.pipeline_model_parallel_size=8",
+                "model.override_config.num_hidden_layers=7",
+            ],
+            "7 layers cannot fill 8 pipeline stages",
+        ),
         (["{sft}", "engine.megatron.tensor_model_parallel_size=2"], "engine.megatron is of engine.strategy=megatron"),
     ],
 )

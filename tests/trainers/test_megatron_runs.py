@@ -21,8 +21,8 @@ from forerun.models.attach import attach
 from forerun.models.carrier import named_weights
 from forerun.mtp.config import MTPConfig
 from forerun.trainers.asynchronous.trainer import AsyncRLTrainer
+from forerun.trainers.checks import check_ranks
 from forerun.trainers.rl import RLTrainer
-from forerun.trainers.setup import check_ranks
 from forerun.trainers.sft import SFTTrainer
 from tests.mtp.ranks import Ranks
 from tests.trainers.tiny import WORDS, make_model, make_tokenizer
@@ -98,11 +98,11 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 def rank_runs(group: dist.ProcessGroup, place: Path) -> None:
     """Both runs on this rank; what is stood in for is CUDA, as in tests/engines/megatron_cpu.py."""
-    from forerun.trainers import setup
+    from forerun.trainers import checks
     from tests.engines.test_megatron_engine import install
 
     install()
-    setup.resolve_device = lambda _: torch.device("cuda")  # type: ignore[assignment]
+    checks.resolve_device = lambda _: torch.device("cuda")  # type: ignore[assignment]
     mesh = DeviceMesh.from_group(group, "cpu", mesh=[0, 1])
     run_sft(sft(place, "sft-megatron", *MEGATRON), mesh)
     shorter = sft(place, "sft-stopped", *MEGATRON, "trainer.total_steps=2", "trainer.save_freq=1")

@@ -21,17 +21,23 @@ def megatron_version() -> tuple[int, int]:
     Raises:
         UsageError: there is none, or one that is too old.
     """
-    try:
-        parts = metadata.version("megatron-core").split(".")
-    except metadata.PackageNotFoundError:
+    version = _installed()
+    if version is None:
         raise UsageError(
             "engine.strategy=megatron needs megatron-core: pip install 'forerun[megatron]', or set "
             "engine.strategy=torch"
-        ) from None
-    version = int(parts[0]), int(parts[1])
+        )
     if version < TESTED[0]:
         raise UsageError(f"megatron-core {version[0]}.{version[1]} is too old: install 0.16 or 0.19")
     return version
+
+
+def _installed() -> tuple[int, int] | None:
+    try:
+        parts = metadata.version("megatron-core").split(".")
+    except metadata.PackageNotFoundError:
+        return None
+    return int(parts[0]), int(parts[1])
 
 
 def inner_layer_name() -> str:
@@ -47,7 +53,7 @@ def check_recompute(granularity: str | None) -> None:
     Raises:
         UsageError
     """
-    if granularity == "full" and megatron_version() == (0, 18):
+    if granularity == "full" and _installed() == (0, 18):
         raise UsageError(
             "megatron-core 0.18 cannot recompute its MTP layers (TypeError: padding_mask): set "
             "engine.megatron.recompute_granularity=selective, or install 0.16 or 0.19"

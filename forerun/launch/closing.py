@@ -1,0 +1,24 @@
+"""The last words of a run that has ended: where its model and its checkpoints are, and what to do with them."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from forerun.engines.checkpoint_directory import checkpoints
+from forerun.trainers.setup import EXPORTED
+
+
+def closing_words(run_dir: Path) -> str:
+    """Some lines, with commands that can be copied.
+
+    Args:
+        run_dir: the run's trainer.output_dir.
+    """
+    model = shlex.quote(str(run_dir / EXPORTED))
+    kept = ", ".join(path.name for path in checkpoints(run_dir))
+    return (
+        f"model: {model}; checkpoints: {kept} in {shlex.quote(str(run_dir))}\n"
+        f'next: forerun generate --model {model} --prompt "What is 12 * 7?"\n'
+        f"      forerun report {shlex.quote(str(run_dir))}"
+    )

@@ -1,0 +1,103 @@
+"""What a run refuses before it loads anything, and `forerun plan train` as well.
+
+`check_config` reads configuration files at most. `check_ranks` asks for what a run of so many ranks needs on this
+machine; `check_layout` is the part of it that holds on any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from forerun.checkpoint.reader import CheckpointReader
+from forerun.config import EngineConfig, RLConfig, SFTConfig
+from forerun.config_check import check
+from forerun.engines.megatron.version import megatron_version
+from forerun.errors import UsageError
+from forerun.models.config_overrides import overridden_config
+from forerun.trainers.megatron_setup import check_megatron
+from forerun.trainers.setup import resolve_device
+
+# Where `forerun demo` leaves its model, from which recipes start.
+_DEMO_MODEL = Path("forerun-demo/model")
+
+
+def check_config(config: SFTConfig | RLConfig, has_data: bool, has_model: bool) -> None:
+    """Check a configuration; objects that the caller brings stand in for the paths that name them.
+
+    Raises:
+        UsageError: see `config_check.check`; the output directory is a file; model.path is no checkpoint; an override
+            of a key that the model's config.json does not have.
+    """
+    model = replace(config.model, path=config.model.path or ("given" if has_model else ""))
+    data = replace(config.data, train_files=config.data.train_files or (["given"] if has_data else []))
+    check(replace(config, model=model, data=data))
+    output = Path(config.trainer.output_dir)
+    for place in (output, *output.parents):
+        if place.exists() and not place.is_dir():
+            raise UsageError(f"trainer.output_dir={output}: {place} is a file, name a directory")
+    if has_model:
+        return
+    path = Path(config.model.path)
+    if path == _DEMO_MODEL and not path.exists():
+        raise UsageError(f"model.path={path} is not there: run `forerun demo`, which makes it, or set model.path")
+    try:
+        reader = CheckpointReader(path)
+    except UsageError as error:
+        raise UsageError(f"model.path: {error}") from None
+    if config.model.override_config:
+        overridden_config(reader, config.model.override_config, config.model.trust_remote_code)
+
+
+def check_ranks(config: SFTConfig | RLConfig, num_ranks: int | None) -> None:
+    """Check what a configuration says of ranks against their number; None is one process that shares with nobody.
+
+    Raises:
+        UsageError: see `check_layout`; `engine.device` is not on this machine, or megatron-core is missing.
+    """
+    if config.engine.strategy == "megatron":
+        megatron_version()
+    check_layout(config, num_ranks, resolve_device(config.engine))
+
+
+def check_layout(config: SFTConfig | RLConfig, num_ranks: int | None, device: torch.device) -> None:
+    """Check what a configuration says of ranks that each have such a device.
+
+    Raises:
+        UsageError: a setting that would have no effect, or that several ranks cannot do.
+    """
+    engine = config.engine
+    if engine.strategy == "megatron":
+        check_megatron(config, num_ranks or 1, device)
+        return
+    if num_ranks is None:
+        unused = EngineConfig()
+        names = (
+            "fsdp_size",
+            "param_dtype",
+            "reduce_dtype",
+            "reshard_after_forward",
+            "context_parallel_size",
+            "cpu_offload",
+        )
+        for name in names:
+            if (value := getattr(engine, name)) != getattr(unused, name):
+                raise UsageError(
+                    f"engine.{name}={str(value).lower()} is for ranks that share the model: unset it, or set "
+                    "launch=torchrun"
+                )
+        return
+    if engine.fsdp_size is not None and num_ranks % engine.fsdp_size:
+        raise UsageError(f"engine.fsdp_size={engine.fsdp_size} must divide the number of ranks, {num_ranks}")
+    if num_ranks % (size := engine.context_parallel_size):
+        raise UsageError(f"engine.context_parallel_size={size} must divide the number of ranks, {num_ranks}")
+    if ":" in engine.device:
+        raise UsageError(f"engine.device={engine.device} would put every rank there: use auto, cpu or cuda")
+    if engine.cpu_offload and device.type == "cpu":
+        raise UsageError("engine.cpu_offload=true, and engine.device is the CPU already: unset one of them")
+    if isinstance(config, SFTConfig) and config.cache_hiddens:
+        raise UsageError(
+            "cache_hiddens=true is for one process, and ranks run the trunk together: set cache_hiddens=false"
+        )
