@@ -1,4 +1,7 @@
-"""A rank that failed, told the same way whoever started it: its last lines on stderr, then one error."""
+"""A rank that failed, told the same way whoever started it: its last lines on stderr, then one error.
+
+What a run was given and cannot use is no failure of a rank: every rank finds it, and it is said once.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from forerun.errors import ForerunError
+from forerun.errors import ForerunError, UsageError
 
 # Lines of a failed rank's traceback or output that the report shows.
 LAST_LINES = 25
@@ -23,6 +26,13 @@ class RankFailedError(ForerunError):
 def name_of(rank: int, local_rank: int, pid: int, host: str) -> str:
     """Which process a rank is."""
     return f"rank {rank} (local rank {local_rank}, process {pid}) on {host}"
+
+
+def error_of(where: str, exit_code: int, said: str) -> ForerunError:
+    """The run's error, of what a rank raised."""
+    if exit_code == UsageError.exit_code:
+        return UsageError(said)
+    return RankFailedError(f"{where} failed with exit code {exit_code}: {said}", exit_code)
 
 
 def show_last_lines(rank: int, lines: Sequence[str]) -> None:

@@ -102,8 +102,9 @@ def redirect_output(path: Path) -> None:
 
 def told(error: BaseException) -> tuple[str, str]:
     """What a rank's report says, and its traceback; an error that is meant for the user has none but its line."""
-    said = f"{type(error).__name__}: {error}"
-    return said, said if isinstance(error, ForerunError) else "".join(traceback.format_exception(error))
+    if isinstance(error, ForerunError):
+        return str(error), str(error)
+    return f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
 
 
 class _Recorder(ErrorHandler):

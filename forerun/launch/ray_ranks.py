@@ -19,7 +19,7 @@ import torch
 from forerun.cluster import connected, import_ray
 from forerun.config import DistributedConfig
 from forerun.errors import ForerunError, one_line
-from forerun.launch.failure import RankFailedError, name_of, read_lines, show_last_lines, trace_lines
+from forerun.launch.failure import RankFailedError, error_of, name_of, read_lines, show_last_lines, trace_lines
 from forerun.launch.rank import redirect_output, told
 from forerun.rollout.loopback import free_port
 
@@ -107,7 +107,7 @@ def start_ranks(
 
     Raises:
         RankFailedError: the first rank that failed; its last lines are on stderr then. Its exit code is the rank's.
-        UsageError: Ray is not installed.
+        UsageError: Ray is not installed, or what the ranks were given cannot be used.
         ForerunError: Ray does not start or answer, or has no room for the ranks within `timeout_s`.
     """
     with connected(config.ray_address, cpus=math.ceil(config.nproc_per_node + more_cpus)) as ray:
@@ -209,10 +209,11 @@ def _order(failure: tuple[int, _Raised | None]) -> tuple[bool, int]:
     return raised is not None, 0 if raised is None else raised.time_ns
 
 
-def _reported(rank: int, local_rank: int, place: _Place, raised: _Raised | None) -> RankFailedError:
+def _reported(rank: int, local_rank: int, place: _Place, raised: _Raised | None) -> ForerunError:
     where = name_of(rank, local_rank, place.pid, place.host)
     if raised is not None:
-        return RankFailedError(f"{where} failed with exit code {raised.exit_code}: {raised.said}", raised.exit_code)
+        elsewhere = "" if place.host == socket.gethostname() else f" (on {place.host})"
+        return error_of(where, raised.exit_code, raised.said + elsewhere)
     return RankFailedError(
         f"{where} was killed, or ended without a word: the system kills so when memory runs out (dmesg)",
         ForerunError.exit_code,

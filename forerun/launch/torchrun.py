@@ -25,7 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from forerun.config import DistributedConfig
 from forerun.errors import ForerunError
-from forerun.launch.failure import RankFailedError, name_of, read_lines, show_last_lines, trace_lines
+from forerun.launch.failure import RankFailedError, error_of, name_of, read_lines, show_last_lines, trace_lines
 from forerun.launch.rank import OUTPUT_FILE
 
 
@@ -34,6 +34,7 @@ def start_ranks(arguments: Sequence[str], config: DistributedConfig) -> None:
 
     Raises:
         RankFailedError: the first rank that failed; its last lines are on stderr then. Its exit code is the rank's.
+        UsageError: what the ranks were given cannot be used.
         ForerunError: the machines did not meet in time.
         KeyboardInterrupt: this process was asked to end; the ranks have.
     """
@@ -95,11 +96,10 @@ def _first(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]
     return min(failures.items(), key=order)
 
 
-def _reported(rank: int, failure: ProcessFailure) -> RankFailedError:
+def _reported(rank: int, failure: ProcessFailure) -> ForerunError:
     where = name_of(rank, failure.local_rank, failure.pid, socket.gethostname())
     if (raised := _raised(failure)) is not None:
-        said = raised["message"]
-        return RankFailedError(f"{where} failed with exit code {failure.exitcode}: {said}", failure.exitcode)
+        return error_of(where, failure.exitcode, raised["message"])
     if failure.exitcode < 0:
         mend = ": the system kills so when memory runs out (dmesg)" if failure.exitcode == -signal.SIGKILL else ""
         return RankFailedError(f"{where} was killed by {failure.signal_name()}{mend}", ForerunError.exit_code)

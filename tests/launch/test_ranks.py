@@ -176,6 +176,11 @@ def test_two_ranks_train_what_one_process_does(place: Path) -> None:
     assert code == 0, output
     assert_same_as_alone(place, "two")
     assert output.count("sft: 4 steps to do") == 1 and output.count("carries no MTP block") == 1
+    assert output.splitlines()[-3:] == [
+        f"model: {place / 'two' / 'model'}; checkpoints: checkpoint-2, checkpoint-4 in {place / 'two'}",
+        f'next: forerun generate --model {place / "two" / "model"} --prompt "What is 12 * 7?"',
+        f"      forerun report {place / 'two'}",
+    ]
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(place: Path) -> None:
@@ -208,10 +213,10 @@ def test_a_rank_that_fails_is_named_and_ends_the_run(place: Path, tmp_path: Path
 
 
 def test_what_no_rank_can_use_is_one_line_with_its_exit_code(place: Path) -> None:
-    """Found by the ranks, who all say it."""
+    """The line that a run in one process ends with, though every rank finds it."""
     code, output = run(place, "unreadable", "data.train_files=[/nowhere.jsonl]", *TWO)
-    assert code == 2 and output.count("/nowhere.jsonl") == 1, output
-    assert output.startswith("forerun: error: rank ") and len(output.splitlines()) == 1, output
+    assert code == 2, output
+    assert output.startswith("forerun: error: /nowhere.jsonl: no such file: ") and len(output.splitlines()) == 1, output
 
 
 REFUSED = [
@@ -224,7 +229,9 @@ REFUSED = [
     (["engine.context_parallel_size=2"], "engine.context_parallel_size=2 is for ranks that share the model"),
     ([*TWO, "engine.context_parallel_size=4"], "engine.context_parallel_size=4 must divide the number of ranks, 2"),
     ([*TWO, "engine.device=cpu:0"], "engine.device=cpu:0 would put every rank there"),
-    ([*TWO, "freeze_trunk=true", "cache_hiddens=true"], "cache_hiddens=true is for one process"),
+    ([*TWO, "freeze_trunk=true", "cache_hiddens=true"], "set cache_hiddens=false"),
+    ([*TWO, "model.path=forerun-demo/model"], "run `forerun demo`, which makes it, or set model.path"),
+    ([*TWO, "model.path=/nowhere"], "model.path: /nowhere is not a directory"),
     (["engine.autocast=bfloat16", "engine.param_dtype=bfloat16"], "engine.autocast and engine.param_dtype both set"),
 ]
 
@@ -262,7 +269,7 @@ def test_two_ranks_of_rl_train_what_one_process_does(place: Path, rl_alone: Path
         for path in (place / name / "samples.jsonl", rl_alone / "samples.jsonl")
     ]
     assert responses[0] == responses[1]
-    assert output.count("rl: 2 steps to do") == 1
+    assert output.count("rl: 2 steps to do") == output.count("next: forerun generate --model") == 1
 
 
 def test_an_asynchronous_run_ends_when_rank_0_has_no_worker_left(place: Path, tmp_path: Path) -> None:
