@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.engines.torch_engine import TorchEngine
+from forerun.launch.command import run
 from forerun.models.attach import attach
+from forerun.mtp.config import MTPConfig
 from forerun.rollout.vllm import VLLMEngine
 from forerun.trainers.rl import RLTrainer
 from forerun.trainers.setup import engine_config
@@ -19,34 +22,74 @@ from tests.trainers.tiny_rl import MTP, PROMPTS, ShareOfWord, settings
 pytestmark = pytest.mark.oracle
 
 
-def test_a_run_rolls_out_on_vllm(vllm_env: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    config = settings(
-        tmp_path,
-        *MTP,
+def on_vllm(python: Path) -> list[str]:
+    return [
         "mtp.enable_rollout=true",
         "trainer.total_steps=2",
         "rollout.engine=vllm",
-        f"rollout.python={vllm_env}",
+        f"rollout.python={python}",
         "rollout.enforce_eager=true",
         "rollout.engine_kwargs.kv_cache_memory_bytes=67108864",
-    )
+    ]
+
+
+def make_model(mtp: MTPConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     tokenizer = make_tokenizer()
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     trunk = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **shape))
-    model = attach(trunk, config.mtp)
-    engine = TorchEngine(model, engine_config(config.engine, config.optim, config.mtp, total_steps=2))
-    made = RLTrainer(config, prompts=PROMPTS, engine=engine, reward=ShareOfWord(), tokenizer=tokenizer)
-    assert isinstance(made.rollout, VLLMEngine)
-    made.train()
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    return attach(trunk, mtp), tokenizer
+
+
+def drafted_steps(run: Path) -> list[dict[str, Any]]:
+    """The metrics of two steps, whose rollouts drafted with the trainer's block."""
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
         assert step["spec_num_draft_tokens"] > 0 and step["spec_num_accepted_tokens"] is not None
         assert step["drafter_in_sync"] == 1.0
-        assert step["log_prob_gap_max"] < 1e-4
+    return steps
+
+
+def test_a_run_rolls_out_on_vllm(vllm_env: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    config = settings(tmp_path, *MTP, *on_vllm(vllm_env))
+    model, tokenizer = make_model(config.mtp)
+    engine = TorchEngine(model, engine_config(config.engine, config.optim, config.mtp, total_steps=2))
+    made = RLTrainer(config, prompts=PROMPTS, engine=engine, reward=ShareOfWord(), tokenizer=tokenizer)
+    assert isinstance(made.rollout, VLLMEngine)
+    made.train()
+    steps = drafted_steps(tmp_path / "run")
+    assert all(step["log_prob_gap_max"] < 1e-4 for step in steps)
     # Sampled by the weights after the first update, which moved them.
     assert {version for sample in made.samples for version in sample.completion.weight_versions} == {1}
     assert steps[0]["grad_norm"] > 0
     with pytest.raises(Exception, match="ended"):
         made.rollout.drafter_digest()
+
+
+def test_workers_on_ray_roll_out_on_vllm(vllm_env: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asynchronously: each worker is an actor that has started a vLLM."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    model, tokenizer = make_model(MTPConfig(enable=True))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"prompt": f"say {word}", "data_source": "x", "reward_model": {"ground_truth": word}} for word in "abcd"]
+    (tmp_path / "rl.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "run.yaml").write_text(f"model: {{path: {tmp_path / 'model'}}}")
+    (tmp_path / "reward.py").write_text("def score(prompt, response, ground_truth, extra):\n    return len(response)\n")
+    own = [
+        "launch=ray",
+        "async_training.enable=true",
+        f"data.train_files=[{tmp_path / 'rl.jsonl'}]",
+        f"reward.function={tmp_path / 'reward.py'}:score",
+        f"trainer.output_dir={tmp_path / 'run'}",
+        "rollout.n=4",
+        "rollout.max_response_length=8",
+        "rollout.max_prompt_length=32",
+        "train_batch_size=4",
+        "ppo_mini_batch_size=4",
+    ]
+    run("rl", tmp_path / "run.yaml", [*MTP, *on_vllm(vllm_env), *own])
+    steps = drafted_steps(tmp_path / "run")
+    assert steps[0]["log_prob_gap_max"] < 1e-4  # the second may train on samples of older weights
+    assert all(step["rollout_workers"] == 1.0 and step["requests_reissued"] == 0.0 for step in steps)
