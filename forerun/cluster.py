@@ -9,13 +9,14 @@ import functools
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from forerun.errors import ForerunError, UsageError, one_line
@@ -24,6 +25,16 @@ from forerun.errors import ForerunError, UsageError, one_line
 OBJECT_STORE_BYTES = 1 << 30
 _PASSED_ON = ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")
 _CONNECT_S = 10.0
+# Removes a directory when its standard input ends. Processes that are just ending may still write there.
+_REMOVE = """
+import os, shutil, sys, time
+sys.stdin.read()
+for _ in range(600):
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    if not os.path.exists(sys.argv[1]):
+        break
+    time.sleep(0.1)
+"""
 
 
 def import_ray() -> Any:
@@ -52,7 +63,7 @@ def connected(address: str | None, cpus: int) -> Iterator[Any]:
     Args:
         address: HOST:PORT of a Ray that runs, or "auto" for this machine's. None starts one here, on the loopback
             interface alone and behind a token of its own, without a dashboard; it ends with the block. If this process
-            is killed it ends too, the last of its processes within two minutes, and leaves its directory.
+            is killed it ends too, the last of its processes within two minutes.
         cpus: that the one which is started says it has, if this machine has fewer.
 
     Raises:
@@ -70,7 +81,6 @@ def connected(address: str | None, cpus: int) -> Iterator[Any]:
         yield ray
         return
     earlier = signal.getsignal(signal.SIGTERM)
-    folder = tempfile.mkdtemp(prefix="ray-") if address is None else None
     settings: dict[str, Any] = {
         "address": address or "local",
         "logging_level": logging.ERROR,
@@ -81,24 +91,34 @@ def connected(address: str | None, cpus: int) -> Iterator[Any]:
             "include_dashboard": False,
             "num_cpus": max(cpus, len(os.sched_getaffinity(0))),
             "object_store_memory": OBJECT_STORE_BYTES,
-            "_temp_dir": folder,
         }
     elif address != "auto":
         _knock(address)
-    try:
+    with nullcontext() if address else _folder() as folder:
         try:
-            ray.init(**settings)
-        except Exception as error:  # Ray raises bare ones, too
-            where = "does not start" if address is None else f"at distributed.ray_address={address} cannot be used"
-            raise ForerunError(f"Ray {where}: {one_line(error)}") from error
-        # Ray's own handler ends its processes at once, and this one aborts when it calls them after that.
-        _handle_sigterm(_interrupt)
-        yield ray
+            try:
+                ray.init(**settings, _temp_dir=folder)
+            except Exception as error:  # Ray raises bare ones, too
+                where = "does not start" if address is None else f"at distributed.ray_address={address} cannot be used"
+                raise ForerunError(f"Ray {where}: {one_line(error)}") from error
+            # Ray's own handler ends its processes at once, and this one aborts when it calls them after that.
+            _handle_sigterm(_interrupt)
+            yield ray
+        finally:
+            ray.shutdown()
+            _handle_sigterm(earlier or signal.SIG_DFL)
+
+
+@contextmanager
+def _folder() -> Iterator[str]:
+    """A directory that a process beside this one removes at the end of the block, or of this process."""
+    folder = tempfile.mkdtemp(prefix="ray-")
+    command = [sys.executable, "-I", "-S", "-c", _REMOVE, folder]
+    remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield folder
     finally:
-        ray.shutdown()
-        _handle_sigterm(earlier or signal.SIG_DFL)
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        remover.communicate()
 
 
 @functools.cache

@@ -192,7 +192,7 @@ def test_an_asynchronous_run_is_launched(ray: Any, tmp_path: Path) -> None:
 
 def test_two_actors_of_rl_train_what_one_process_does(ray: Any, tmp_path: Path) -> None:
     """In turn, each with an engine of its own; and asynchronously, with a worker that is a third actor."""
-    config = write_run("rl", tmp_path, 3)
+    config = write_run("rl", tmp_path, 2)
     RLTrainer(load_config(RLConfig, config, [f"trainer.output_dir={tmp_path / 'alone'}"])).train()
     expected = load_file(tmp_path / "alone" / "model" / "model.safetensors")
     turns = ["async_training={enable: true, max_staleness: 0, partial_rollout: false}"]
@@ -268,8 +268,9 @@ except KeyboardInterrupt:
 """
 
 
-def test_sigterm_interrupts_as_ctrl_c_does() -> None:
-    """Ray's own handler would end its processes under the run's feet, which aborts then."""
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_sigterm_interrupts_as_ctrl_c_does_and_a_kill_leaves_no_files(end: signal.Signals) -> None:
+    """Ray's own handler of SIGTERM would end its processes under the run's feet, which aborts then."""
     short = tempfile.mkdtemp(prefix="fr")
     process = subprocess.Popen(
         [sys.executable, "-c", WAITING],
@@ -283,8 +284,11 @@ def test_sigterm_interrupts_as_ctrl_c_does() -> None:
     try:
         assert process.stdout is not None and int(process.stdout.readline()) == process.pid
         started = psutil.Process(process.pid).children(recursive=True)
-        process.terminate()
+        process.send_signal(end)
         output, _ = process.communicate(timeout=LIMIT_S)
+        if end == signal.SIGKILL:
+            _wait(lambda: os.listdir(short) == [])
+            return  # two of Ray's processes take their time over it
         assert (process.returncode, output) == (0, "interrupted SIG_DFL\n")
         _, alive = psutil.wait_procs(started, timeout=LIMIT_S)
         assert started and not alive and os.listdir(short) == []
