@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from forerun.engines.protocol import merge_metrics
-from forerun.errors import ForerunError, one_line
+from forerun.errors import ForerunError, UsageError, one_line
 from forerun.mtp.stats import MTPStats
 
 Item = TypeVar("Item")
@@ -44,8 +47,13 @@ class RankGroup:
         same = RankGroup()
         same.rank, same.size = self.rank, self.size
         if self._group is not None:
-            members = dist.get_process_group_ranks(self._group)
-            same._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            # torch names such a group after how many its process is in already, and ranks in fewer than others would
+            # wait under another name: they make groups of themselves alone first.
+            counts = self.collect(self.size, [len(c10d._world.pg_names)])
+            for _ in range(max(counts) - counts[self.rank]):
+                dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+            members, timeout = dist.get_process_group_ranks(self._group), _timeout(self._group)
+            same._group = dist.new_group(members, timeout, backend="gloo", use_local_synchronization=True)
         return same
 
     def split(self, size: int) -> tuple[RankGroup, RankGroup]:
@@ -60,8 +68,9 @@ class RankGroup:
     def _among(self, parts: Sequence[Sequence[int]]) -> RankGroup:
         """A group for each part, of which this rank sees its own."""
         own = RankGroup()
+        timeout = None if self._group is None else _timeout(self._group)
         for part in parts:
-            group = dist.new_group(list(part))
+            group = dist.new_group(list(part), timeout)
             if dist.get_rank() in part:
                 own.rank, own.size, own._group = list(part).index(dist.get_rank()), len(part), group
         return own
@@ -95,6 +104,11 @@ class RankGroup:
         dist.broadcast_object_list(said, group=self._group, group_src=0)
         return said[0]
 
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite a contiguous tensor of any dtype with rank 0's, on a device that the ranks' group serves."""
+        if self._group is not None and tensor.numel():
+            dist.broadcast(tensor.detach().view(-1).view(torch.uint8), group=self._group, group_src=0)
+
     def merge(self, values: dict[str, float]) -> dict[str, float]:
         """Metrics of all ranks, by `merge_metrics`."""
         total: dict[str, float] = {}
@@ -118,7 +132,7 @@ class RankGroup:
         """Call `work` on rank 0 alone; the others wait for it. What it returned there, on every rank.
 
         Raises:
-            ForerunError: on every rank, if it failed there.
+            ForerunError: on every rank, if it failed there; a UsageError, if that was one.
         """
         failure: Exception | None = None
         result: Any = None
@@ -127,18 +141,18 @@ class RankGroup:
                 result = work()
             except Exception as error:
                 failure = error
-        said, result = self.agree((None if failure is None else one_line(failure), result))
+        said, result = self.agree((_Said.of(failure), result))
         if failure is not None:
             raise failure
         if said is not None:
-            raise ForerunError(f"rank 0: {said}")
+            raise said.error(rank=0)
         return result
 
     def on_each(self, work: Callable[[], None]) -> None:
         """Call `work`, in which no rank waits for another, on every rank; they wait until all have.
 
         Raises:
-            ForerunError: on every rank, if it failed on any.
+            ForerunError: on every rank, if it failed on any; a UsageError, if that was one.
         """
         failure: Exception | None = None
         try:
@@ -147,15 +161,53 @@ class RankGroup:
             failure = error
         self.fail_together(failure)
 
+    def first_takes(self, items: Iterable[Item], work: Callable[[Iterator[Item]], None]) -> None:
+        """Call `work` on rank 0 with items that all ranks make together, one by one; the others let them go.
+
+        Raises:
+            ForerunError: on every rank, if it failed; a UsageError, if that was one.
+        """
+        source = iter(items)
+        failure: Exception | None = None
+        if self.rank == 0:
+            try:
+                work(source)
+            except Exception as error:
+                failure = error
+        for _ in source:  # to the end also where rank 0 gave up, for whom the others would wait
+            pass
+        self.fail_together(failure)
+
     def fail_together(self, failure: Exception | None) -> None:
         """Raise what failed here, once every rank has said how it fared; None: nothing did.
 
         Raises:
-            ForerunError: on every rank, if it failed on any.
+            ForerunError: on every rank, if it failed on any; a UsageError, if that was one.
         """
-        said = self.collect(self.size, [None if failure is None else one_line(failure)])
+        said = self.collect(self.size, [_Said.of(failure)])
         if failure is not None:
             raise failure
-        for rank, line in enumerate(said):
-            if line is not None:
-                raise ForerunError(f"rank {rank}: {line}")
+        for rank, theirs in enumerate(said):
+            if theirs is not None:
+                raise theirs.error(rank)
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a rank tells the others of its failure."""
+
+    line: str
+    usage: bool
+
+    @classmethod
+    def of(cls, failure: Exception | None) -> _Said | None:
+        return None if failure is None else cls(one_line(failure), isinstance(failure, UsageError))
+
+    def error(self, rank: int) -> ForerunError:
+        """What another rank raises."""
+        return (UsageError if self.usage else ForerunError)(f"rank {rank}: {self.line}")
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long a group's ranks wait for one another. There is no public way to ask."""
+    return group._get_backend(group._device_types[0]).options._timeout

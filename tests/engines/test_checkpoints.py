@@ -30,20 +30,34 @@ from forerun.engines.tensor_shards import SavedTensors, write_tensors
 from forerun.engines.torch_engine import TorchEngine
 from forerun.errors import ForerunError
 from tests.engines.test_sharded import Case, assert_close, engine, mesh_of, train
-from tests.mtp.ranks import Ranks
-
-
-# Two sets of processes: torch names a group after how many its process has, so two of four could not make their own.
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(2, [2], tmp_path_factory.mktemp("ranks") / "store") as made:
-        yield made
+from tests.mtp.ranks import TIMEOUT_S, Ranks
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(4, [4], tmp_path_factory.mktemp("ranks") / "store") as made:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Ranks(4, [2, 4], tmp_path_factory.mktemp("ranks") / "store") as made:
         yield made
+
+
+def rank_stands_apart(group: dist.ProcessGroup, steps: int) -> list[Any]:
+    """Groups beside the ranks' own, which have its patience; rank 0 is in one more, of which the others do not know."""
+    members = RankGroup(DeviceMesh.from_group(group, "cpu", mesh=list(range(group.size()))))
+    if members.rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    found: list[Any] = []
+    for _ in range(steps):
+        beside = members.apart()
+        assert beside.group is not None and beside.group != group
+        patience = beside.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        found.append((beside.collect(beside.size, [(beside.rank, 10 * members.rank)]), patience))
+    return found
+
+
+def test_ranks_in_unlike_numbers_of_groups_make_another(ranks: Ranks) -> None:
+    """Also two ranks that have been in a group of two, which the other two have not."""
+    for size in (4, 2, 4):
+        expected = ([(rank, 10 * rank) for rank in range(size)], TIMEOUT_S / 2)
+        assert ranks.run(rank_stands_apart, [2] * size) == [[expected, expected]] * size
 
 
 def go_on(made: TorchEngine) -> dict[str, Any]:
@@ -66,10 +80,10 @@ def rank_saves(group: dist.ProcessGroup, argument: tuple[Case, Path, bool]) -> A
 
 
 @pytest.fixture(scope="module")
-def two_ranks_checkpoint(pair: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+def two_ranks_checkpoint(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """Where two ranks saved at step 2, and what `rank_saves` gave."""
     run = tmp_path_factory.mktemp("run")
-    return run / "checkpoint-2", pair.run(rank_saves, [(Case(depths=2), run, False)] * 2)
+    return run / "checkpoint-2", ranks.run(rank_saves, [(Case(depths=2), run, False)] * 2)
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -112,16 +126,16 @@ def rank_resumes(group: dist.ProcessGroup, argument: tuple[Case, Path]) -> Any:
 
 
 def test_a_checkpoint_resumes_on_other_layouts(
-    two_ranks_checkpoint: tuple[Path, list[Any]], pair: Ranks, four: Ranks, tmp_path: Path
+    two_ranks_checkpoint: tuple[Path, list[Any]], ranks: Ranks, tmp_path: Path
 ) -> None:
     """2 ranks -> 2 x 2 (HSDP) -> 2 -> 1 -> 2; a further rank takes the random numbers of one that there was."""
     checkpoint, given = two_ranks_checkpoint
     expected, draws = given[0][0]["weights"], [straight["draw"] for straight, _ in given]
     replicas = Case(depths=2, replicas=2)
-    for rank, found in enumerate(four.run(rank_resumes, [(replicas, checkpoint)] * 4)):
+    for rank, found in enumerate(ranks.run(rank_resumes, [(replicas, checkpoint)] * 4)):
         assert_close(found["weights"], expected)
         assert torch.equal(found["draw"], draws[rank % 2])
-    again = four.run(rank_saves, [(replicas, tmp_path, False)] * 4)
+    again = ranks.run(rank_saves, [(replicas, tmp_path, False)] * 4)
     for straight, resumed in again:
         assert_same(resumed, straight)
     sizes = [
@@ -133,14 +147,14 @@ def test_a_checkpoint_resumes_on_other_layouts(
     ]
     held = sum(torch.Size(size).numel() for size in sizes)
     assert held == sum(tensor.numel() for tensor in expected.values())  # replicas are written once
-    for found in pair.run(rank_resumes, [(Case(depths=2), tmp_path / "checkpoint-2")] * 2):
+    for found in ranks.run(rank_resumes, [(Case(depths=2), tmp_path / "checkpoint-2")] * 2):
         assert_close(found["weights"], expected)
     alone = engine(Case(depths=2))
     alone.load(tmp_path / "checkpoint-2")
     alone.save(tmp_path / "checkpoint-3", wait=False)
     assert_close(go_on(alone)["weights"], expected)
     alone.finish_saves()
-    for found in pair.run(rank_resumes, [(Case(depths=2), tmp_path / "checkpoint-3")] * 2):
+    for found in ranks.run(rank_resumes, [(Case(depths=2), tmp_path / "checkpoint-3")] * 2):
         assert_close(found["weights"], expected)
 
 
@@ -244,8 +258,8 @@ def rank_files(group: dist.ProcessGroup, directory: Path) -> list[list[Tensor]]:
     return [[t.full_tensor() if hasattr(t, "full_tensor") else t, whole[n]] for n, t in read.items()]
 
 
-def test_tensors_of_every_layout_come_back(four: Ranks, tmp_path: Path) -> None:
-    for pairs in four.run(rank_files, [tmp_path] * 4):
+def test_tensors_of_every_layout_come_back(ranks: Ranks, tmp_path: Path) -> None:
+    for pairs in ranks.run(rank_files, [tmp_path] * 4):
         assert len(pairs) == 5
         for found, expected in pairs:
             assert torch.equal(found, expected)
@@ -283,8 +297,8 @@ def rank_full(group: dist.ProcessGroup, argument: tuple[Path, bool]) -> Any:
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["waiting", "beside"])
-def test_a_full_disk_on_one_rank_is_said_on_all_and_loses_nothing(wait: bool, pair: Ranks, tmp_path: Path) -> None:
-    for said, kept in pair.run(rank_full, [(tmp_path, wait)] * 2):
+def test_a_full_disk_on_one_rank_is_said_on_all_and_loses_nothing(wait: bool, ranks: Ranks, tmp_path: Path) -> None:
+    for said, kept in ranks.run(rank_full, [(tmp_path, wait)] * 2):
         (line,) = said
         assert "checkpoint-2: no space left on device; free some space" in line and "\n" not in line
         assert kept == ["checkpoint-1"]
@@ -302,8 +316,8 @@ def rank_gives_up(group: dist.ProcessGroup, directory: Path) -> str:
     return ""
 
 
-def test_a_directory_gets_its_name_only_when_all_ranks_have_written(pair: Ranks, tmp_path: Path) -> None:
-    said = pair.run(rank_gives_up, [tmp_path / "checkpoint-1"] * 2)
+def test_a_directory_gets_its_name_only_when_all_ranks_have_written(ranks: Ranks, tmp_path: Path) -> None:
+    said = ranks.run(rank_gives_up, [tmp_path / "checkpoint-1"] * 2)
     assert said[0] == f"rank 1: {said[1]}" and "no space left on device; free some space" in said[1]
     assert list(tmp_path.iterdir()) == []
 
@@ -322,9 +336,9 @@ def rank_blocked(group: dist.ProcessGroup, run: Path) -> list[str]:
     return said
 
 
-def test_what_went_wrong_beside_the_training_is_raised_by_the_next_save(pair: Ranks, tmp_path: Path) -> None:
+def test_what_went_wrong_beside_the_training_is_raised_by_the_next_save(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for said in pair.run(rank_blocked, [tmp_path] * 2):
+    for said in ranks.run(rank_blocked, [tmp_path] * 2):
         assert len(said) == 1 and "cannot write" in said[0] and "checkpoint-1: not a directory" in said[0]
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3"]
 
