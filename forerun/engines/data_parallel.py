@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from forerun.data.batch import Batch
 from forerun.engines.context_parallel import Rows, gather_in_attention
+from forerun.engines.handing_out import hand_out, must_hand_out
 from forerun.engines.ranks import RankGroup
 from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier
@@ -64,7 +65,8 @@ class DataParallel(RankGroup):
     """A model on the ranks of a device mesh; without a mesh, on this process alone.
 
     Args:
-        model: the same weights on every rank; its parameters become shards, in place.
+        model: the same weights on every rank, or on rank 0 alone (see `engines.handing_out`); its parameters become
+            shards, in place.
         mesh: one dimension shards over all its ranks; two are (replicas, shards), HSDP. None: one process.
         sharding: precision, what is gathered when, and how many ranks share a row.
 
@@ -75,7 +77,7 @@ class DataParallel(RankGroup):
         speaks: whether what a context-parallel group has in common is this rank's to report.
 
     Raises:
-        UsageError: a trunk that context parallelism does not cover.
+        UsageError: a trunk that context parallelism does not cover; a model without weights, or another than rank 0's.
     """
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, sharding: ShardingConfig) -> None:
@@ -97,8 +99,37 @@ class DataParallel(RankGroup):
             self.rows, self.speaks = gather_in_attention(model, context), context.rank == 0
         self._running = False
         self._runner = _Runner(model)
+        whole_on_first = must_hand_out(model, self)
         if mesh is not None:
-            _shard(self._runner, model, mesh, sharding)
+            self._shard(model, mesh, sharding, whole_on_first)
+
+    def _shard(self, model: PreTrainedModel, mesh: DeviceMesh, config: ShardingConfig, whole_on_first: bool) -> None:
+        """`fully_shard` over trunk layers, MTP layers and, as one unit, the rest: embedding, LM head, norms.
+
+        Where rank 0 alone has the weights, the others get each unit just before it is cut.
+        """
+        trunk: Any = base_model(model)
+        units = [*trunk.layers, *(model.mtp.layers if isinstance(model, MTPCarrier) else ()), self._runner]
+        dtypes = [None if name is None else getattr(torch, name) for name in (config.param_dtype, config.reduce_dtype)]
+        settings: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1]),
+            "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+            if config.cpu_offload
+            else OffloadPolicy(),
+        }
+        assert self.device is not None
+        if whole_on_first:
+            hand_out(model.buffers(), self, self.device)
+        for unit in units:
+            if whole_on_first:
+                hand_out(unit.parameters(), self, self.device)
+            fully_shard(unit, reshard_after_forward=config.reshard_after_forward and unit is not units[-1], **settings)
+        for module in self._runner.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)  # losses are divided by counts of the whole step
+                # Below float64 a factor is NCCL's own kind of sum otherwise.
+                module.set_force_sum_reduction_for_comms(True)
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Call `function`, in which embedding, LM head and norms may be used. Every rank calls it as often.
@@ -140,27 +171,6 @@ class DataParallel(RankGroup):
 
 def _weights(module: Any) -> list[nn.Parameter]:
     return list(module.parameters())
-
-
-def _shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, config: ShardingConfig) -> None:
-    """`fully_shard` over trunk layers, MTP layers and, as one unit, the rest: embedding, LM head, norms."""
-    trunk: Any = base_model(model)
-    units = [*trunk.layers, *(model.mtp.layers if isinstance(model, MTPCarrier) else ())]
-    dtypes = [None if name is None else getattr(torch, name) for name in (config.param_dtype, config.reduce_dtype)]
-    settings: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1]),
-        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-        if config.cpu_offload
-        else OffloadPolicy(),
-    }
-    for unit in units:
-        fully_shard(unit, reshard_after_forward=config.reshard_after_forward, **settings)
-    fully_shard(root, reshard_after_forward=False, **settings)
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # losses are divided by counts of the whole step
-            module.set_force_sum_reduction_for_comms(True)  # below float64 a factor is NCCL's own kind of sum otherwise
 
 
 def whole(tensor: Tensor) -> Tensor:

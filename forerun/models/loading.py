@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import logging as transformers_logging
+from transformers.initialization import meta_device_safe_creation_ops
 
 from forerun.checkpoint.hub import local_directory
-from forerun.checkpoint.reader import CheckpointReader
+from forerun.checkpoint.reader import CONFIG, CheckpointReader
 from forerun.errors import ForerunError, UsageError, one_line
 from forerun.families import FamilyRecord, declared_depth, family_of, present_depth
 from forerun.families.megatron import refuse_megatron_names
@@ -28,6 +30,7 @@ from forerun.mtp.config import MTPConfig
 logger = logging.getLogger(__name__)
 
 _MULTIMODAL = "ForConditionalGeneration"
+_GENERATION = "generation_config.json"
 
 
 def load(
@@ -37,6 +40,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
     override_config: Mapping[str, Any] | None = None,
+    meta: bool = False,
 ) -> PreTrainedModel:
     """A causal LM with the MTP block that its checkpoint holds.
 
@@ -47,6 +51,8 @@ def load(
         dtype: of all weights.
         trust_remote_code: let the directory's own Python files define the trunk, where transformers has no code for it.
         override_config: keys of config.json to set before the model is built, see `overridden_config`.
+        meta: read no weight, and leave the model on the meta device, where it takes no memory: for ranks that get
+            theirs from another (docs/scaling.md). What is wrong with the weights is then not found either.
 
     Returns:
         An `MTPCarrier`, or the plain model where the checkpoint has no block or `enable` is false.
@@ -66,7 +72,7 @@ def load(
     depth = present_depth(family, reader.config, reader.tensor_names)
     declared = declared_depth(family, reader.config)
     if mtp is not None and not mtp.enable:
-        model = _load_trunk(reader, family, depth, dtype, trust_remote_code)
+        model = _load_trunk(reader, family, depth, dtype, trust_remote_code, meta)
         if depth or declared:
             set_depth(model.config, family, 0)
         return model
@@ -81,25 +87,30 @@ def load(
         raise UsageError(f"{path} carries no MTP block: attach one with forerun.attach(model, mtp)")
     if mtp is not None and mtp.repeat_layer and depth > 1:
         raise UsageError(f"mtp.repeat_layer=true repeats one layer, and {path} holds {depth}: set it to false")
-    model = _load_trunk(reader, family, depth, dtype, trust_remote_code)
+    model = _load_trunk(reader, family, depth, dtype, trust_remote_code, meta)
     if depth == 0:
         return model
     mtp = mtp or MTPConfig(enable=True)
     wanted = replace(mtp, num_layers=mtp.num_layers if mtp.repeat_layer else depth)
     carrier = attach(model, wanted, init=None, family=family)
-    _load_block(carrier, reader, depth)
+    layers = carrier.config.get_text_config().num_hidden_layers
+    carrier.mtp_layout = found_layout(family, depth, layers, mtp_weight_names(carrier).values(), reader.tensor_names)
+    if not meta:
+        _load_block(carrier, reader, depth)
     carrier.mtp_source = reader.path
     return carrier
 
 
 def _load_trunk(
-    reader: CheckpointReader, family: FamilyRecord, depth: int, dtype: torch.dtype, trust_remote_code: bool
+    reader: CheckpointReader, family: FamilyRecord, depth: int, dtype: torch.dtype, trust_remote_code: bool, meta: bool
 ) -> PreTrainedModel:
     path = reader.path
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # the block's tensors are "unexpected" to the trunk; we account for them
     try:
         config = build_config(reader, family, trust_remote_code)
+        if meta:
+            return _without_weights(reader, config, dtype, trust_remote_code)
         loaded: Any = _trunk_class(reader.config).from_pretrained(
             path,
             config=config,
@@ -134,6 +145,24 @@ def _load_trunk(
     return cast(PreTrainedModel, model)
 
 
+def _without_weights(
+    reader: CheckpointReader, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
+    """What `from_pretrained` makes of a checkpoint, on the meta device."""
+    config.name_or_path = str(reader.path)
+    made = _trunk_class(reader.config)
+    with torch.device("meta"), meta_device_safe_creation_ops():
+        if made is AutoModelForCausalLM:
+            model = made.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        else:
+            model = made._from_config(config, dtype=dtype)
+    if model.can_generate():
+        own = os.path.lexists(reader.path / _GENERATION)
+        more: dict[str, Any] = {} if own else {"config_file_name": CONFIG, "_from_model_config": True}
+        model.generation_config = GenerationConfig.from_pretrained(reader.path, **more)
+    return model.eval()
+
+
 def _trunk_class(config: Mapping[str, Any]) -> Any:
     """The class that reads all of the checkpoint; AutoModelForCausalLM drops a multimodal one's other parts."""
     architectures = config.get("architectures")
@@ -149,7 +178,6 @@ def _load_block(model: MTPCarrier, reader: CheckpointReader, depth: int) -> None
     family, names = model.mtp_family, reader.tensor_names
     stored_names = mtp_weight_names(model)
     layers = model.config.get_text_config().num_hidden_layers
-    model.mtp_layout = found_layout(family, depth, layers, stored_names.values(), names)
     read: set[str] = set()
     for name, stored_name in stored_names.items():
         read.update(fill(family, stored_name, own[name], names, reader.tensor))

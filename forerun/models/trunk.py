@@ -29,7 +29,8 @@ class UndoNorm:
 
     def __init__(self, norm: nn.Module) -> None:
         self.norm = norm
-        if not bool(self.weight(cast(Tensor, norm.weight)).all()):
+        weight = cast(Tensor, norm.weight)
+        if not weight.is_meta and not bool(self.weight(weight).all()):
             raise UsageError(
                 "the trunk's final norm has a zero weight, or is no RMS norm: this family's MTP block reads the hidden "
                 "before that norm, which cannot be told from what comes after it"

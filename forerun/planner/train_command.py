@@ -70,7 +70,7 @@ def _print(plan: TrainPlan) -> None:
             line += f", of which MTP {seconds - (plan.compute_seconds(mtp=False) or 0):.2g} s"
         print(line)
     if plan.loading:
-        print(f"host memory of a machine while the model loads: {plan.loading / GIB:,.0f} GiB")
+        print(f"host memory of rank 0's machine while the model loads: {plan.loading / GIB:,.0f} GiB")
     print(f"\n{plan.sentence()}")
 
 

@@ -51,14 +51,14 @@ class TrainPlan:
 
     @property
     def loading(self) -> float:
-        """Bytes of a machine's own memory while the model loads: every rank of the torch engine reads it whole.
+        """Bytes of rank 0's machine's own memory while the model loads: of the torch engine's ranks it alone reads it.
 
         Of the Megatron engine, whose ranks read what they hold: 0.
         """
-        run, per_machine = self.job.run, self.hardware.per_machine if self.hardware else 8
+        run = self.job.run
         if run.layout.engine == "megatron" or run.layout.ranks == 1:
             return 0.0
-        return min(run.layout.ranks, per_machine) * run.parameters * run.weight_bytes
+        return run.parameters * run.weight_bytes
 
     def sentence(self) -> str:
         """Whether it fits, or what to change."""

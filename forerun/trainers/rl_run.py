@@ -126,7 +126,7 @@ class RLRun(ABC):
             # Shards move to the device as they are cut, which need not hold the whole model.
             place = device if mesh is None else torch.device("cpu")
             return TorchEngine(
-                load_model(config.model, config.mtp, place, config.trainer.seed),
+                load_model(config.model, config.mtp, place, config.trainer.seed, ranks=self.ranks),
                 engine_config(config.engine, config.optim, config.mtp, total_updates),
                 mesh=mesh,
             )

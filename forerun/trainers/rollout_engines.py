@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.config import RLConfig
+from forerun.engines.handing_out import hand_out, must_hand_out
 from forerun.engines.protocol import TrainingEngine
 from forerun.engines.ranks import RankGroup
 from forerun.engines.torch_engine import TorchEngine
@@ -50,8 +51,9 @@ def make_rollout_engine(
     if config.engine.strategy == "megatron":
         engine = None  # no rank has the model whole
     if ranks is not None and ranks.size > 1:
-        serves = ranks.rank == 0 or config.rollout.engine == "native"
-        return RankedRollout(ranks, make_rollout_engine(config, engine, tokenizer) if serves else None)
+        if config.rollout.engine == "native":
+            return RankedRollout(ranks, _native(config, engine, tokenizer, ranks))
+        return RankedRollout(ranks, make_rollout_engine(config, engine, tokenizer) if ranks.rank == 0 else None)
     match config.rollout.engine:
         case "vllm":
             return _vllm(config, engine, tokenizer)
@@ -61,11 +63,16 @@ def make_rollout_engine(
             return _native(config, engine, tokenizer)
 
 
-def _native(config: RLConfig, engine: TrainingEngine | None, tokenizer: PreTrainedTokenizerBase | None) -> NativeEngine:
+def _native(
+    config: RLConfig,
+    engine: TrainingEngine | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    ranks: RankGroup | None = None,
+) -> NativeEngine:
     if not isinstance(engine, TorchEngine | None):
         raise UsageError(f"{type(engine).__name__} has no model in this process: give the trainer a rollout engine")
     return NativeEngine.from_model(
-        _whole_model(config, engine),
+        _whole_model(config, engine, ranks),
         tokenizer=tokenizer,
         num_speculative_tokens=config.mtp.num_speculative_tokens if config.mtp.enable_rollout else 0,
         depth_control="auto" if config.rollout.depth_control == "auto" else None,
@@ -144,11 +151,18 @@ def _drafting_as_set(config: RLConfig, base_url: str, engine: Engine) -> Engine:
     return engine
 
 
-def _whole_model(config: RLConfig, engine: TorchEngine | None) -> PreTrainedModel:
-    """The training engine's model; where there is none, or that lies in shards, the model that the run starts from."""
+def _whole_model(config: RLConfig, engine: TorchEngine | None, ranks: RankGroup | None = None) -> PreTrainedModel:
+    """The training engine's model; where there is none, or that lies in shards, the model that the run starts from.
+
+    Where several ranks are to have that, and all call this, the first one reads it and sends it to the others' devices.
+    """
     if engine is not None and not engine.ranks.sharded:
         return engine.model
-    return load_model(config.model, config.mtp, resolve_device(config.engine), config.trainer.seed)
+    device = resolve_device(config.engine)
+    model = load_model(config.model, config.mtp, device, config.trainer.seed, ranks=ranks)
+    if ranks is not None and must_hand_out(model, ranks):
+        hand_out([*model.parameters(), *model.buffers()], ranks, device)
+    return model
 
 
 def _served(

@@ -74,13 +74,31 @@ def carries_mtp(config: ModelConfig) -> bool:
 
 
 def load_model(
-    config: ModelConfig, mtp: MTPConfig, device: torch.device, seed: int = 0, init: Init = "carry"
+    config: ModelConfig,
+    mtp: MTPConfig,
+    device: torch.device,
+    seed: int = 0,
+    init: Init = "carry",
+    ranks: RankGroup | None = None,
 ) -> PreTrainedModel:
     """The model of a run; one without an MTP block gets a new one of `mtp.num_layers` depths if `mtp.enable` asks.
 
+    Args:
+        device: where its weights go.
+        seed, init: of a new block, see `attach`.
+        ranks: those that share the model, which all call this. Rank 0 alone reads weights; the others' model has none,
+            and gets them where an engine cuts it into shards (`engines.handing_out`).
+
     Raises:
-        UsageError: not a checkpoint, or the trunk cannot take a block.
+        UsageError: on every rank: not a checkpoint, or the trunk cannot take a block.
     """
+    ranks = RankGroup() if ranks is None else ranks
+    made: list[PreTrainedModel] = []
+    ranks.on_each(lambda: made.append(_load_model(config, mtp, seed, init, meta=ranks.rank > 0)))
+    return made[0] if ranks.rank > 0 else made[0].to(device)  # type: ignore[arg-type]
+
+
+def _load_model(config: ModelConfig, mtp: MTPConfig, seed: int, init: Init, meta: bool) -> PreTrainedModel:
     attach_new = mtp.enable and not carries_mtp(config)
     wanted = replace(mtp, enable=False, enable_train=False, enable_rollout=False) if attach_new else mtp
     model = load(
@@ -89,11 +107,12 @@ def load_model(
         dtype=getattr(torch, config.dtype),
         trust_remote_code=config.trust_remote_code,
         override_config=config.override_config,
+        meta=meta,
     )
     if attach_new:
         logger.warning("%s carries no MTP block: attaching a new one of depth %d", config.path, mtp.num_layers)
-        model = attach(model, mtp, init=init, seed=seed)
-    return model.to(device)  # type: ignore[arg-type]
+        model = attach(model, mtp, init=None if meta else init, seed=seed)
+    return model
 
 
 def named_device(config: EngineConfig) -> torch.device | None:

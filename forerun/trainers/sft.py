@@ -24,6 +24,7 @@ from forerun.data.chat import encode_examples, read_examples
 from forerun.data.order import DataOrder
 from forerun.data.packing import Document
 from forerun.engines.hidden_cache import HiddenCache
+from forerun.engines.ranks import RankGroup
 from forerun.engines.torch_engine import MTPLossFn, TorchEngine, default_mtp_loss
 from forerun.errors import UsageError
 from forerun.models.attach import Init
@@ -123,7 +124,7 @@ class SFTTrainer:
             # Shards move to the device as they are cut, which need not hold the whole model.
             place = device if mesh is None else torch.device("cpu")
             engine = TorchEngine(
-                load_model(config.model, config.mtp, place, config.trainer.seed, init),
+                load_model(config.model, config.mtp, place, config.trainer.seed, init, RankGroup(mesh)),
                 engine_config(config.engine, config.optim, config.mtp, self.total_steps, not config.freeze_trunk),
                 mtp_loss,
                 HiddenCache() if config.cache_hiddens else None,
