@@ -1,4 +1,4 @@
-"""Write a checkpoint from another one's tensors as they come: no more than one shard of them is in memory."""
+"""Write a checkpoint from tensors as they come: no more than one shard of them is in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forerun.checkpoint.reader import CONFIG, INDEX, SINGLE
 from forerun.checkpoint.writer import carry_over, replace_files, scratch_directory
 from forerun.errors import UsageError
 
-SHARD_BYTES = 2 << 30
+SHARD_BYTES = 5 * 10**9  # the customary "5GB"
 
 
 def new_directory(out: str | Path) -> Path:
@@ -57,13 +57,19 @@ def write_checkpoint(
         replace_files(scratch, out)
 
 
-def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
+def write_shards(
+    directory: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    shard_bytes: int = SHARD_BYTES,
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
     """Write safetensors files, and an index if they are several, under the names that transformers gives them.
 
     Args:
-        directory: an empty one.
-        tensors: (name, tensor), each name once. They are taken one by one.
+        directory: one without weights.
+        tensors: (name, tensor), each name once, on any device. They are taken one by one.
         shard_bytes: a file holds as many tensors as fit into this, and at least one.
+        metadata: of the index, besides total_size.
     """
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
@@ -79,7 +85,7 @@ def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_b
     for name, tensor in tensors:
         if pending and pending_bytes + tensor.nbytes > shard_bytes:
             flush()
-        pending[name] = tensor.contiguous()
+        pending[name] = tensor.cpu().contiguous()
         pending_bytes += tensor.nbytes
         total += tensor.nbytes
     flush()
@@ -91,5 +97,5 @@ def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_b
         file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
         os.rename(directory / f"part-{number}", directory / file)
         weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    index = {"metadata": {**(metadata or {}), "total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -6,8 +6,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from forerun.checkpoint.files import locate, read_json_object
-from forerun.checkpoint.reader import CONFIG, INDEX, WEIGHTS
+from forerun.checkpoint.reader import CONFIG, INDEX, SINGLE, WEIGHTS, CheckpointReader
 from forerun.errors import ForerunError
 from forerun.families import FamilyRecord
 
@@ -60,8 +60,8 @@ def replace_files(scratch: Path, target: str | Path) -> None:
     """Move what was written in `scratch` to `target`.
 
     A target that does not exist appears in one rename. In one that does, each file is replaced by a rename, weights
-    before the index and configuration that name them. Of the files that `scratch` does not have, weights of an earlier
-    save in another number of shards go, and everything else stays.
+    before the index and configuration that name them; at any instant one save's weights are there, whole. Of the files
+    that `scratch` does not have, weights of an earlier save in another number of shards go, and everything else stays.
     """
     target = Path(os.path.realpath(target))
     mask = os.umask(0)
@@ -72,13 +72,49 @@ def replace_files(scratch: Path, target: str | Path) -> None:
         os.rename(scratch, target)
         return
     written = sorted(scratch.iterdir(), key=lambda f: (f.suffix == ".json", f.name))
+    names = {file.name for file in written}
+    weights = any(WEIGHTS.fullmatch(name) for name in names)
+    if weights:
+        _make_way(scratch, target, names)
     for file in written:
         os.replace(file, target / file.name)
-    names = {file.name for file in written}
-    if any(WEIGHTS.fullmatch(name) for name in names):
-        for file in target.iterdir():
+    if weights:
+        for file in sorted(target.iterdir(), key=lambda f: f.name != INDEX):
             if file.name not in names and (file.name == INDEX or WEIGHTS.fullmatch(file.name)):
                 file.unlink()
+
+
+def _make_way(scratch: Path, target: Path, names: set[str]) -> None:
+    """Before several weight files come or go one by one, have an index, which changes at once, name those that count.
+
+    Meanwhile they go by names of their own, which look like shards', so that a later save clears away what a kill left.
+    """
+    # A target that nobody can read has nothing to lose, and a file system without hard links no remedy.
+    with suppress(ForerunError, OSError):
+        if INDEX in names:  # until all of its shards are there, the old ones count
+            old = CheckpointReader(target)
+            files = {name: old.file_of(name) for name in old.tensor_names}
+            moved = {file: _aside(file) for file in sorted({*names, SINGLE} & set(files.values()))}
+            for file, aside in moved.items():
+                (target / aside).unlink(missing_ok=True)
+                os.link(target / file, target / aside)
+            _set_index(target, {name: moved.get(file, file) for name, file in files.items()})
+            (target / SINGLE).unlink(missing_ok=True)
+        elif (target / INDEX).exists():  # the new file counts as soon as it is there
+            tensors = CheckpointReader(scratch).tensor_names
+            (target / _aside(SINGLE)).unlink(missing_ok=True)
+            os.link(scratch / SINGLE, target / _aside(SINGLE))
+            _set_index(target, dict.fromkeys(tensors, _aside(SINGLE)))
+
+
+def _aside(file: str) -> str:
+    return "model-900001-of-900001.safetensors" if file == SINGLE else file.replace("model-", "model-9", 1)
+
+
+def _set_index(target: Path, weight_map: Mapping[str, str]) -> None:
+    beside = target / f".{INDEX}.part"
+    beside.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
+    os.replace(beside, target / INDEX)
 
 
 def restore_family_config(directory: Path, family: FamilyRecord) -> None:

@@ -100,7 +100,11 @@ class TrainingEngine(Protocol):
         ...
 
     def export(self, directory: Path) -> None:
-        """Write the model as a Hugging Face directory, MTP tensors included."""
+        """Write the model as a Hugging Face directory, MTP tensors included. A file of it is in memory at once.
+
+        Raises:
+            ForerunError: it could not be written; what was there stays.
+        """
         ...
 
     def save(self, directory: Path, extra: Mapping[str, Any] | None = None, wait: bool = True) -> None:

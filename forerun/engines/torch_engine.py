@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from forerun.checkpoint.shards import SHARD_BYTES
 from forerun.data.batch import Batch
 from forerun.engines.context_parallel import Rows
 from forerun.engines.data_parallel import DataParallel, ShardingConfig, whole
@@ -43,6 +44,7 @@ from forerun.engines.state import (
 )
 from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier, check_names, mtp_weight_names, named_weights
+from forerun.models.saving import save_streamed, saved_tensors
 from forerun.models.training import MTPOutput, mtp_forward
 from forerun.models.trunk import base_model, project
 from forerun.mtp.config import MTPConfig
@@ -133,7 +135,8 @@ class TorchEngine:
         mtp_loss: replaces the MTP objective; the default is the one that the model's MTPConfig describes.
         hidden_cache: keeps the trunk's hiddens of rows seen before; only with a frozen trunk, in one process.
         mesh: ranks that share the step, see `DataParallel`; None is this process alone. Every rank makes its engine
-            from the same weights and calls the same methods with the same arguments.
+            from the same weights, or those but rank 0 from a model without any (`forerun.load(path, meta=True)`), and
+            calls the same methods with the same arguments.
 
     Raises:
         UsageError: nothing to train, an unusable schedule, or a cache with a trunk that changes.
@@ -376,14 +379,14 @@ class TorchEngine:
         wanted = set(mtp_weight_names(self.model).values()) if isinstance(self.model, MTPCarrier) else set()
         return ((name, whole(tensor)) for name, tensor in named_weights(self.model) if name in wanted)
 
-    def export(self, directory: Path) -> None:
-        state_dict = self._state_dict()
+    def export(self, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        tensors = saved_tensors(self.model)
 
-        def write() -> None:
+        def write(wholes: Iterator[tuple[str, Tensor]]) -> None:
             with failures(directory):
-                self.model.save_pretrained(directory, state_dict=state_dict)
+                save_streamed(self.model, directory, wholes, shard_bytes)
 
-        self.ranks.on_first(write)
+        self.ranks.first_takes(((name, whole(tensor)) for name, tensor in tensors), write)
 
     def save(self, directory: Path, extra: Mapping[str, Any] | None = None, wait: bool = True) -> None:
         named = self.groups.named()
@@ -424,19 +427,6 @@ class TorchEngine:
         saved.restore_random_state()
         self.global_step = int(document["global_step"])
         return document["extra"]
-
-    def _state_dict(self) -> dict[str, Tensor] | None:
-        """The whole state dict, in rank 0's host memory; None without shards, where the model's own will do."""
-        if not self.ranks.sharded:
-            return None
-        gathered: dict[int, Tensor] = {}  # tied tensors once
-        state_dict = {}
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in gathered:
-                full = whole(tensor.detach()).cpu()
-                gathered[id(tensor)] = full if self.ranks.rank == 0 else full[:0]
-            state_dict[name] = gathered[id(tensor)]
-        return state_dict
 
 
 def _no_loss(log_probs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:

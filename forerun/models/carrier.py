@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +92,7 @@ class MTPCarrier(PreTrainedModel):
                 scratch, is_main_process=is_main_process, state_dict=tensors, save_original_format=False, **kwargs
             )
             if (scratch / CONFIG).exists():
-                if self.mtp_family.trunk_model_type is not None:
-                    restore_family_config(scratch, self.mtp_family)
-                if self.mtp_source is not None:
-                    carry_over(self.mtp_source, scratch, Path(save_directory))
+                complete_files(self, scratch, Path(save_directory))
             replace_files(scratch, save_directory)
 
 
@@ -119,6 +116,19 @@ def make_carrier(
     model.register_forward_pre_hook(_before_forward, with_kwargs=True)
     model.register_forward_hook(_after_forward, always_call=True)
     return model
+
+
+def complete_files(model: MTPCarrier, scratch: Path, target: Path) -> None:
+    """Bring what transformers wrote besides the weights to what the family's checkpoints have.
+
+    Args:
+        scratch: where it lies.
+        target: where it goes; what is there already is not brought along.
+    """
+    if model.mtp_family.trunk_model_type is not None:
+        restore_family_config(scratch, model.mtp_family)
+    if model.mtp_source is not None:
+        carry_over(model.mtp_source, scratch, target)
 
 
 def _before_forward(model: MTPCarrier, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -266,20 +276,28 @@ def file_state_dict(model: MTPCarrier, state_dict: Mapping[str, Tensor]) -> dict
     stored = {name: tensor for name, tensor in whole.items() if name in stored_names}
     trunk = {name: tensor for name, tensor in whole.items() if name not in stored_names}
     block = dict(file_tensors(model.mtp_family, model.mtp_layout, stored))
-    for name, of in model.mtp_layout.duplicates:
-        block[name] = _shared_weight(model, state_dict, of).clone()  # safetensors refuses one tensor under two names
+    for copy, name in copied_weights(model, state_dict).items():
+        block[copy] = state_dict[name].clone()  # safetensors refuses one tensor under two names
     trunk = revert_weight_conversion(model, trunk)
     if twice := sorted(block.keys() & trunk.keys()):
         raise ForerunError(f"{twice[0]} is the name of an MTP tensor and of one of the trunk's: report this as a bug")
     return trunk | block
 
 
-def _shared_weight(model: MTPCarrier, state_dict: Mapping[str, Tensor], of: str) -> Tensor:
-    module: Any = model.get_input_embeddings() if of == "embedding" else model.get_output_embeddings()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor is module.weight and name in state_dict:
-            return state_dict[name]
-    raise ForerunError(f"the state dict to save lacks the {of}: pass the whole model's state dict")
+def copied_weights(model: MTPCarrier, names: Collection[str]) -> dict[str, str]:
+    """Name in the files of each copy of embedding or LM head -> of the original in `state_dict()`, out of `names`.
+
+    Raises:
+        ForerunError: `names` lack it.
+    """
+    copies: dict[str, str] = {}
+    for copy, of in model.mtp_layout.duplicates:
+        module: Any = model.get_input_embeddings() if of == "embedding" else model.get_output_embeddings()
+        same = (n for n, tensor in model.state_dict(keep_vars=True).items() if tensor is module.weight and n in names)
+        if (name := next(same, None)) is None:
+            raise ForerunError(f"the state dict to save lacks the {of}: pass the whole model's state dict")
+        copies[copy] = name
+    return copies
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -45,6 +45,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self, tensor: Tensor) -> None:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if local.is_meta:
+            return
         storage = local.untyped_storage()
         self._alive[storage._cdata] = weakref.ref(storage)  # an address may serve again
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from forerun.checkpoint.reader import CheckpointReader
-from forerun.checkpoint.shards import write_checkpoint
+from forerun.checkpoint.shards import SHARD_BYTES, write_checkpoint
 from forerun.data.batch import Batch
 from forerun.engines.checkpoint_directory import STATE_FILE
 from forerun.engines.megatron.microbatch import MicroBatch, deal
@@ -312,22 +312,18 @@ class MegatronEngine:
         family, depths, layers = self.blueprint.family, self.blueprint.depths, self.blueprint.shape.layers
         return ((name, tensor) for name, tensor in self.named_weights() if family.owns(name, depths, layers))
 
-    def export(self, directory: Path) -> None:
+    def export(self, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
         if self.source is None:
             raise UsageError(
                 "the engine was not given the checkpoint that it started from, whose files an export needs"
             )
-        weights = file_weights(self.models, self.source.tensor_names)
-        failure: Exception | None = None
-        if self.ranks.rank == 0:
-            try:
-                with failures(directory):
-                    write_checkpoint(directory, weights, self.source.config, self.source.path)
-            except Exception as error:
-                failure = error
-        for _ in weights:  # to the end, which every rank has to see
-            pass
-        self.ranks.fail_together(failure)
+        source = self.source
+
+        def write(weights: Iterator[tuple[str, Tensor]]) -> None:
+            with failures(directory):
+                write_checkpoint(directory, weights, source.config, source.path, shard_bytes=shard_bytes)
+
+        self.ranks.first_takes(file_weights(self.models, source.tensor_names), write)
 
     # ---- state
 
