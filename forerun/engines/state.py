@@ -1,4 +1,4 @@
-"""What a training step depends on besides the model's weights: optimizer, schedule, random numbers, step count.
+"""What a training step depends on besides the model's weights: optimizer, schedule, step count, random numbers.
 
 A checkpoint is a directory `checkpoint-<step>` inside the run directory; docs/checkpoints.md says what lies in it.
 Nothing is pickled.
@@ -7,26 +7,24 @@ Nothing is pickled.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from forerun.engines.checkpoint_directory import STATE_FILE, flush
+from forerun.engines.checkpoint_directory import STATE_FILE
+from forerun.engines.random_state import RandomState, read_random_state, restore_random_state, write_random_state
 from forerun.engines.ranks import RankGroup
 from forerun.engines.tensor_shards import SavedTensors, write_tensors
 from forerun.errors import ForerunError, one_line
 from forerun.report.atomic import write_text
 
 OPTIMIZER_DIRECTORY = "optimizer"
-RANDOM_DIRECTORY = "random"
 # Checkpoints from before ranks wrote their own parts do not list their files. The optimizer's tensors lie among the
 # model's there, and rank 0's random numbers in this file.
 OLD_RANDOM_FILE = "random_state.safetensors"
@@ -81,34 +79,6 @@ def restore_optimizer(
         optimizer.state[named[name]][key] = value
 
 
-def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, JSON) of the generators of torch (CPU and every CUDA device), numpy and Python."""
-    tensors = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        for index, state in enumerate(torch.cuda.get_rng_state_all()):
-            tensors[f"cuda.{index}"] = state
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    tensors["numpy"] = torch.from_numpy(np.asarray(keys).astype(np.int64))
-    version, internal, gauss_next = random.getstate()
-    return tensors, {
-        "numpy": [kind, int(position), int(has_gauss), float(gauss)],
-        "python": [version, list(internal), gauss_next],
-    }
-
-
-def restore_random_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Put `random_state`'s result back; CUDA devices that this machine lacks are passed over."""
-    torch.set_rng_state(tensors["torch"].to(torch.uint8))
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            if (state := tensors.get(f"cuda.{index}")) is not None:
-                torch.cuda.set_rng_state(state.to(torch.uint8), index)
-    kind, position, has_gauss, gauss = values["numpy"]
-    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, gauss))
-    version, internal, gauss_next = values["python"]
-    random.setstate((version, tuple(internal), gauss_next))
-
-
 def state_document(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
@@ -131,7 +101,7 @@ def write_state(
     directory: Path,
     weights: Mapping[str, Tensor],
     moments: Mapping[str, Tensor],
-    randoms: tuple[dict[str, Tensor], dict[str, Any]],
+    randoms: RandomState,
     document: Mapping[str, Any],
     ranks: RankGroup,
 ) -> None:
@@ -145,12 +115,6 @@ def write_state(
         document: `state_document`.
         ranks: who writes.
     """
-    own = directory / RANDOM_DIRECTORY / f"{ranks.rank:05}.safetensors"
-
-    def write_own() -> None:
-        own.parent.mkdir(exist_ok=True)
-        save_file(randoms[0], own, {"values": json.dumps(randoms[1])})
-        flush(own)
 
     def write_document() -> None:
         files = sorted(directory.rglob("*.safetensors"))
@@ -158,7 +122,7 @@ def write_state(
         content = {**document, "num_ranks": ranks.size, "files": sizes}
         write_text(directory / STATE_FILE, json.dumps(content, indent=1))
 
-    ranks.on_each(write_own)
+    ranks.on_each(lambda: write_random_state(directory, ranks.rank, randoms))
     if weights:
         write_tensors(directory, weights, ranks)
     # Apart: transformers takes a directory with such files for a model in shards.
@@ -208,12 +172,10 @@ class SavedState:
         modulo that number."""
         with _reading(self._directory):
             if "files" not in self.document:
-                restore_random_state(load_file(self._directory / OLD_RANDOM_FILE), self.document["random"])
+                restore_random_state((load_file(self._directory / OLD_RANDOM_FILE), self.document["random"]))
                 return
             rank = self._rank % int(self.document["num_ranks"])
-            with safe_open(self._directory / RANDOM_DIRECTORY / f"{rank:05}.safetensors", framework="pt") as saved:
-                tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118 - no dict
-                restore_random_state(tensors, json.loads(saved.metadata()["values"]))
+            restore_random_state(read_random_state(self._directory, rank))
 
 
 def _read_document(directory: Path) -> dict[str, Any]:

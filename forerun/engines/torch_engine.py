@@ -31,13 +31,13 @@ from forerun.engines.optimizer import (
     learning_rates,
 )
 from forerun.engines.protocol import LossFn, NonFiniteError, merge_metrics, step_depth_counts
+from forerun.engines.random_state import random_state
 from forerun.engines.ranks import RankGroup
 from forerun.engines.saving import Saver, Tensors
 from forerun.engines.state import (
     SavedState,
     optimizer_targets,
     optimizer_tensors,
-    random_state,
     restore_optimizer,
     state_document,
     write_state,

@@ -24,9 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from forerun.engines.checkpoint_directory import checkpoints, put_back_replaced
+from forerun.engines.random_state import random_state
 from forerun.engines.ranks import RankGroup
 from forerun.engines.saving import Saver, Tensors
-from forerun.engines.state import SavedState, random_state, state_document, write_state
+from forerun.engines.state import SavedState, state_document, write_state
 
 WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 

@@ -10,12 +10,12 @@ from safetensors import SafetensorError
 from torch import nn
 
 from forerun.engines.checkpoint_directory import whole_directory
+from forerun.engines.random_state import random_state
 from forerun.engines.ranks import RankGroup
 from forerun.engines.state import (
     SavedState,
     optimizer_targets,
     optimizer_tensors,
-    random_state,
     restore_optimizer,
     state_document,
     write_state,

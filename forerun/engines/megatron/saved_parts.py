@@ -14,17 +14,23 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from forerun.engines.checkpoint_directory import STATE_FILE, flush
 from forerun.engines.megatron.optimizer import MegatronOptimizer
-from forerun.engines.state import random_state, restore_random_state
+from forerun.engines.random_state import (
+    RandomState,
+    random_state,
+    read_random_state,
+    restore_random_state,
+    write_random_state,
+)
 from forerun.errors import ForerunError, one_line
 
 DIRECTORY = "parts"
-_RANDOM, _TRACKER = "random.", "tracker."
+_TRACKER = "tracker."
 
 
 def _weights(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -53,19 +59,26 @@ def part_tensors(models: Sequence[nn.Module], optimizer: MegatronOptimizer) -> d
     return tensors
 
 
-def part_randoms() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Random numbers of this rank, megatron-core's generators included: (tensors, JSON)."""
+def part_randoms() -> RandomState:
+    """Random numbers of this rank, megatron-core's generators included."""
     tensors, values = random_state()
-    named = {_RANDOM + name: tensor for name, tensor in tensors.items()}
-    return named | {_TRACKER + name: state for name, state in get_cuda_rng_tracker().get_states().items()}, values
+    return tensors | {_TRACKER + name: state for name, state in get_cuda_rng_tracker().get_states().items()}, values
 
 
-def write_part(directory: Path, rank: int, tensors: Mapping[str, Tensor], randoms: tuple[Any, Any]) -> None:
-    """Write this rank's file into a checkpoint that is being written."""
-    path = directory / DIRECTORY / f"{rank:05}.safetensors"
+def write_part(directory: Path, rank: int, tensors: Mapping[str, Tensor], randoms: RandomState) -> None:
+    """Write this rank's files into a checkpoint that is being written."""
+    write_random_state(directory, rank, randoms)
+    path = _path(directory, rank)
     path.parent.mkdir(exist_ok=True)
-    whole = {name: tensor.cpu().contiguous().clone() for name, tensor in {**tensors, **randoms[0]}.items()}
-    save_file(whole, path, {"values": json.dumps(randoms[1])})
+    whole: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        here = tensor.cpu().contiguous()
+        storage = here.untyped_storage().data_ptr()
+        # Weights in float32 are their own main copy, and safetensors refuses memory under two names.
+        whole[name] = here.clone() if storage in seen else here
+        seen.add(storage)
+    save_file(whole, path)
     flush(path)
 
 
@@ -100,11 +113,9 @@ def read_part(directory: Path, rank: int, models: Sequence[nn.Module], optimizer
     Raises:
         ForerunError: the file is missing or damaged, or belongs to another model.
     """
-    path = directory / DIRECTORY / f"{rank:05}.safetensors"
+    path = _path(directory, rank)
     try:
-        with safe_open(path, framework="pt") as saved:
-            tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118 - no dict
-            values = json.loads(saved.metadata()["values"])
+        tensors, randoms = load_file(path), read_random_state(directory, rank)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ForerunError(f"{path} cannot be read ({one_line(error)}): resume from an older checkpoint") from error
     own = dict(_weights(models)) | {f"main.{name}": p.detach() for name, _, p in _optimized(optimizer)}
@@ -119,7 +130,10 @@ def read_part(directory: Path, rank: int, models: Sequence[nn.Module], optimizer
         if separator:
             inner, parameter = by_name[name]
             inner.state[parameter][key] = tensor.clone() if key == "step" else tensor.to(parameter.device, copy=True)
-    randoms = {name.removeprefix(_RANDOM): t for name, t in tensors.items() if name.startswith(_RANDOM)}
-    restore_random_state(randoms, values)
-    states = {name.removeprefix(_TRACKER): t for name, t in tensors.items() if name.startswith(_TRACKER)}
+    restore_random_state(randoms)
+    states = {name.removeprefix(_TRACKER): t for name, t in randoms[0].items() if name.startswith(_TRACKER)}
     get_cuda_rng_tracker().set_states(states)
+
+
+def _path(directory: Path, rank: int) -> Path:
+    return directory / DIRECTORY / f"{rank:05}.safetensors"
