@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -41,11 +43,28 @@ class Batch:
         mask[:, :-1] = self.loss_mask[:, 1:] & same
         return mask
 
-    def to(self, device: torch.device | str) -> Batch:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """What a function makes of every tensor."""
         return Batch(
-            self.input_ids.to(device),
-            self.position_ids.to(device),
-            self.document_ids.to(device),
-            self.loss_mask.to(device),
-            {k: v.to(device) for k, v in self.extras.items()},
+            function(self.input_ids),
+            function(self.position_ids),
+            function(self.document_ids),
+            function(self.loss_mask),
+            {name: function(extra) for name, extra in self.extras.items()},
+        )
+
+    def to(self, device: torch.device | str) -> Batch:
+        return self.map(lambda x: x.to(device))
+
+    def padded(self, rows: int, length: int) -> Batch:
+        """`rows` rows of `length` tokens: these, with padding behind and below them."""
+        own_rows, own_length = self.input_ids.shape
+        missing = (0, length - own_length, 0, rows - own_rows)
+        position_ids = torch.arange(length, device=self.position_ids.device).repeat(rows, 1)
+        position_ids[:, own_length:] -= own_length
+        position_ids[:own_rows, :own_length] = self.position_ids
+        return replace(
+            self.map(lambda x: F.pad(x, missing)),
+            position_ids=position_ids,
+            document_ids=F.pad(self.document_ids, missing, value=-1),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -18,9 +19,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from forerun.data.batch import Batch
-from forerun.engines.context_parallel import Rows, gather_in_attention
+from forerun.engines.context_parallel import gather_in_attention
 from forerun.engines.handing_out import hand_out, must_hand_out
 from forerun.engines.ranks import RankGroup
+from forerun.engines.shared_rows import RowParts, Rows
 from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier
 from forerun.models.trunk import base_model
@@ -96,7 +98,9 @@ class DataParallel(RankGroup):
             if self.size % size:
                 raise UsageError(f"context_parallel_size={size} must divide the number of ranks, {self.size}")
             context, self.data = self.split(size)
-            self.rows, self.speaks = gather_in_attention(model, context), context.rank == 0
+            assert context.group is not None
+            gather_in_attention(model, context.group)
+            self.rows, self.speaks = partial(RowParts, group=context.group), context.rank == 0
         self._running = False
         self._runner = _Runner(model)
         whole_on_first = must_hand_out(model, self)

@@ -87,9 +87,4 @@ def _length(batch: Batch, row: int) -> int:
 def _select(batch: Batch, rows: list[int]) -> Batch:
     index = torch.tensor(rows, device=batch.input_ids.device)
     width = max(_length(batch, row) for row in rows)
-    return Batch(
-        batch.input_ids[index, :width],
-        batch.position_ids[index, :width],
-        batch.document_ids[index, :width],
-        batch.loss_mask[index, :width],
-    )
+    return batch.map(lambda x: x[index, :width])

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from forerun.checkpoint.shards import SHARD_BYTES
 from forerun.data.batch import Batch
-from forerun.engines.context_parallel import Rows
 from forerun.engines.data_parallel import DataParallel, ShardingConfig, whole
 from forerun.engines.hidden_cache import HiddenCache
 from forerun.engines.optimizer import (
@@ -34,6 +33,7 @@ from forerun.engines.protocol import LossFn, NonFiniteError, merge_metrics, step
 from forerun.engines.random_state import random_state
 from forerun.engines.ranks import RankGroup
 from forerun.engines.saving import Saver, Tensors
+from forerun.engines.shared_rows import Rows
 from forerun.engines.state import (
     SavedState,
     optimizer_targets,

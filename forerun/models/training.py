@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from forerun.models.trunk import decoder_inputs, embed, project
-from forerun.mtp.losses import LossSpec, fused_loss
+from forerun.mtp.config import MTPConfig
+from forerun.mtp.losses import WHOLE, LossSpec, Vocabulary, fused_loss
 from forerun.mtp.shift import DepthTargets, LookAhead, depth_targets, look_ahead_in_rows
 from forerun.mtp.stats import MTPStats
 
@@ -84,39 +85,82 @@ def mtp_forward(
 
     outputs = block(trunk_hidden, embeds, **decoder_inputs(model, trunk_hidden, position_ids, attention_mask))
 
-    with_teacher = compare_with_trunk or config.loss != "ce"
-    spec = LossSpec(config.loss, temperature, config.loss_top_k)
-    index_of = None
     if vocabulary is not None:
         index_of = torch.full((model.config.get_text_config().vocab_size,), -1, device=input_ids.device)
         index_of[vocabulary] = torch.arange(len(vocabulary), device=input_ids.device)
+        targets = [replace(target, labels=index_of[target.labels * target.valid]) for target in targets]
     stats = MTPStats.zeros(block.num_depths, hidden_states.device)
-    chain = torch.ones_like(loss_mask, dtype=torch.bool)  # valid at every depth so far
-    agreed = torch.ones_like(chain)  # and every depth so far chose as the trunk does
-    total = hidden_states.new_zeros((), dtype=torch.float32)
-    for depth, (target, output) in enumerate(zip(targets, outputs, strict=True), start=1):
-        labels_here = target.labels[target.valid]
+    total = score_depths(
+        zip(targets, outputs, strict=True),
+        config,
+        lambda h: project(model, h, vocabulary),
+        stats,
+        trunk_hidden=hidden_states,
+        counts=counts,
+        temperature=temperature,
+        compare_with_trunk=compare_with_trunk,
+        projection_parameters=projection_parameters,
+        look_ahead=look_ahead,
+    )
+    return MTPOutput(config.mtp_loss_scaling_factor / block.num_depths * total, stats)
+
+
+def score_depths(
+    depths: Iterable[tuple[DepthTargets, Tensor]],
+    config: MTPConfig,
+    to_logits: Callable[[Tensor], Tensor],
+    stats: MTPStats,
+    *,
+    trunk_hidden: Tensor | None,
+    counts: Sequence[float | Tensor] | None,
+    temperature: float,
+    compare_with_trunk: bool,
+    projection_parameters: Sequence[Tensor],
+    look_ahead: LookAhead,
+    vocabulary: Vocabulary = WHOLE,
+) -> Tensor:
+    """Sum over the depths of (loss sum / N_k), 0-dim, differentiable.
+
+    Args:
+        depths: what each predicts, and its hiddens [B, S, d] for the LM head; taken one by one.
+        to_logits: the LM head, hiddens [n, d] -> logits [n, V].
+        stats: gets the depths' sums added.
+        trunk_hidden: [B, S, d], which the soft losses and the comparison with the trunk need.
+        counts, temperature, compare_with_trunk, look_ahead: as in `mtp_forward`.
+        projection_parameters, vocabulary: as in `forerun.mtp.losses.fused_loss`.
+    """
+    with_teacher = compare_with_trunk or config.loss != "ce"
+    spec = LossSpec(config.loss, temperature, config.loss_top_k)
+    chain = agreed = torch.ones((), dtype=torch.bool, device=stats.sums.device)
+    losses = []
+    for depth, (target, output) in enumerate(depths, start=1):
+        teacher = None
+        if with_teacher:
+            assert trunk_hidden is not None
+            teacher = _ahead(trunk_hidden, target, depth, look_ahead)
         result = fused_loss(
             output[target.valid],
-            labels_here if index_of is None else index_of[labels_here],
-            lambda h: project(model, h, vocabulary),
+            target.labels[target.valid],
+            to_logits,
             spec,
             chunk_size=config.chunk_size,
-            teacher_hidden=_ahead(hidden_states, target, depth, look_ahead) if with_teacher else None,
+            teacher_hidden=teacher,
             projection_parameters=projection_parameters,
             compare_with_trunk=compare_with_trunk,
+            vocabulary=vocabulary,
         )
         own_count = target.valid.sum()
         count = own_count.clamp(min=1) if counts is None else torch.as_tensor(counts[depth - 1]).clamp(min=1)
-        total = total + result.loss / count.to(result.loss.device)
+        losses.append(result.loss / count.to(result.loss.device))
         stats.add(depth, count=own_count, loss=result.loss, label_hits=result.label_hits)
         if result.agrees is not None:
             assert result.trunk_hits is not None and result.overlap is not None
-            agreed = agreed & torch.zeros_like(chain).masked_scatter(target.valid, result.agrees)
-            chain = chain & target.valid
+            chain = chain & target.valid  # valid at every depth so far
+            # ... and every depth so far chose as the trunk does
+            agreed = agreed & torch.zeros_like(target.valid).masked_scatter(target.valid, result.agrees)
             stats.add(depth, teacher_count=own_count, trunk_hits=result.trunk_hits, overlap=result.overlap)
             stats.add(depth, chain_count=chain.sum(), chain_hits=(agreed & chain).sum())
-    return MTPOutput(config.mtp_loss_scaling_factor / block.num_depths * total, stats)
+    return torch.stack(losses).sum()
 
 
 def _ahead(hidden_states: Tensor, target: DepthTargets, depth: int, look_ahead: LookAhead) -> Tensor:

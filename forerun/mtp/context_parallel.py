@@ -23,7 +23,8 @@ class ZigZagShard:
         group: the context-parallel process group; None is the default group.
 
     Attributes:
-        indices: long [S / size], the places in the whole row that this rank holds, in order.
+        order: long [S], the places in the whole row that the ranks hold, one rank's after the other's.
+        indices: long [S / size], this rank's, in its order.
 
     Raises:
         ValueError: a length does not divide into 2·size chunks.
@@ -42,15 +43,19 @@ class ZigZagShard:
                 f"multiple of {chunks} for context parallelism over {self.size} ranks"
             )
         whole = torch.tensor(list(lengths), device=device)
-        # Per piece, two of each document: its chunk's number, its length, its start here and in the whole row.
-        self._chunk = torch.tensor([rank, chunks - 1 - rank], device=device).repeat(len(whole))
+        # Per piece, two of each document: its length, its start here, its document's in the whole row; and, for every
+        # rank, its chunk's number.
         self._length = (whole // chunks).repeat_interleave(2)
         self._start = self._length.cumsum(0) - self._length
-        start = (whole.cumsum(0) - whole).repeat_interleave(2) + self._chunk * self._length
+        document = (whole.cumsum(0) - whole).repeat_interleave(2)
+        ranks = torch.arange(self.size, device=device)
+        chunk = torch.stack([ranks, chunks - 1 - ranks], dim=1).repeat(1, len(whole))
+        self._chunk = chunk[rank]
         # Per position here: its piece, and its offset in it.
         self._piece = torch.arange(len(self._length), device=device).repeat_interleave(self._length)
         self._offset = torch.arange(len(self._piece), device=device) - self._start[self._piece]
-        self.indices = start[self._piece] + self._offset
+        places = (document + chunk * self._length)[:, self._piece] + self._offset
+        self.order, self.indices = places.flatten(), places[rank]
 
     def take(self, x: Tensor) -> Tensor:
         """This rank's part [B, S / size, ...] of whole rows [B, S, ...]."""

@@ -40,11 +40,37 @@ class LossSpec:
     top_k: int | None = None
 
 
+class Vocabulary:
+    """The tokens that the columns of logits stand for: here all of them.
+
+    Where ranks hold them in parts (`forerun.engines.megatron.vocabulary`) all of this is over the ranks.
+    """
+
+    def sum(self, x: Tensor) -> Tensor:
+        """What sums over the columns come to; differentiable."""
+        return x
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, V] -> (the largest logit, its token), both [n, 1]."""
+        return logits.max(dim=-1, keepdim=True)
+
+    def columns(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens, long [n] -> (their columns, and 1 where the column is a token's own, else 0), both [n, 1]."""
+        return tokens.unsqueeze(-1), torch.ones_like(tokens).unsqueeze(-1)
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """[n, V] -> [n, V], differentiable."""
+        return F.log_softmax(logits, dim=-1)
+
+
+WHOLE = Vocabulary()
+
+
 @torch.no_grad()
-def loss_and_gradient(
-    logits: Tensor, labels: Tensor, teacher: Tensor | None, spec: LossSpec
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Sum of the positions' losses, its gradient with respect to the logits, and the expected acceptance.
+def _judge(
+    logits: Tensor, labels: Tensor, teacher: Tensor | None, spec: LossSpec, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Sum of the positions' losses, its gradient, the likeliest tokens, and the expected acceptance.
 
     With q = softmax(z / T) of the logits z and p the teacher's distribution (its top k, renormalised):
 
@@ -59,8 +85,9 @@ def loss_and_gradient(
             unless kind is "ce", and then only the expected acceptance uses it.
 
     Returns:
-        (loss, 0-dim; gradient [n, V]; sum of the positions' sum_j min(p_j, q_j) over the whole vocabulary at
-        spec.temperature, 0-dim, None without a teacher). float32 (float64 for float64 logits).
+        (loss, 0-dim; its gradient with respect to the logits [n, V]; the logits' likeliest tokens, long [n]; sum of the
+        positions' sum_j min(p_j, q_j) over the whole vocabulary at spec.temperature, 0-dim, None without a teacher).
+        float32 (float64 for float64 logits).
     """
     if teacher is None and spec.kind != "ce":
         raise ValueError(f"loss {spec.kind!r} needs the trunk's logits")
@@ -68,56 +95,57 @@ def loss_and_gradient(
     if teacher is not None and spec.kind != "ce" and spec.top_k is not None and spec.top_k < teacher.shape[-1]:
         top_k = teacher.topk(spec.top_k, dim=-1)
     logits = _at_least_float32(logits)
-    q, log_z, _ = softmax(logits, spec.temperature)
-    cross = _row_dot(teacher, logits) if teacher is not None and spec.kind == "soft_ce" and top_k is None else None
-    distance = overlap = None
+    q, log_z, best = softmax(logits, spec.temperature, vocabulary)
+    cross = distance = overlap = None
     if teacher is not None:
+        if spec.kind == "soft_ce" and top_k is None:
+            cross = vocabulary.sum(_row_dot(teacher, logits))
         teacher.sub_(q)  # p - q from here on
-        distance = torch.linalg.vector_norm(teacher, 1, dim=-1).sum() / 2
+        distance = vocabulary.sum(torch.linalg.vector_norm(teacher, 1, dim=-1).sum()) / 2
         overlap = len(labels) - distance
 
     if spec.kind == "ce":
         if spec.temperature != 1.0:
             del q
-            q, log_z, _ = softmax(logits, 1.0)
-        label = labels.unsqueeze(-1)
-        loss = (log_z - logits.gather(-1, label)).sum()
-        return loss, q.scatter_add_(-1, label, -torch.ones_like(log_z)), overlap
+            q, log_z, _ = softmax(logits, 1.0, vocabulary)
+        column, own = vocabulary.columns(labels)
+        loss = (log_z - vocabulary.sum(logits.gather(-1, column) * own)).sum()
+        return loss, q.scatter_add_(-1, column, -own.to(q.dtype)), best, overlap
 
     assert teacher is not None and distance is not None
     if top_k is None:
         if cross is not None:
             loss = (log_z - cross / spec.temperature).sum()
-            return loss, teacher.div_(-spec.temperature), overlap
+            return loss, teacher.div_(-spec.temperature), best, overlap
         below = teacher.sign_().add_(1.0).div_(2.0)
-        mean = _row_dot(below, q)
-        return distance, q.mul_(below.neg_().add_(mean)).div_(spec.temperature), overlap
+        mean = vocabulary.sum(_row_dot(below, q))
+        return distance, q.mul_(below.neg_().add_(mean)).div_(spec.temperature), best, overlap
 
     p, kept = top_k
     p /= p.sum(dim=-1, keepdim=True)
     if spec.kind == "soft_ce":
         loss = (log_z - _row_dot(p, logits.gather(-1, kept)) / spec.temperature).sum()
-        return loss, q.scatter_add_(-1, kept, -p).div_(spec.temperature), overlap
+        return loss, q.scatter_add_(-1, kept, -p).div_(spec.temperature), best, overlap
     q_kept = q.gather(-1, kept)
     loss = len(labels) - torch.minimum(p, q_kept).sum()
     below_q = (p - q_kept).sign_().add_(1.0).div_(2.0).mul_(q_kept)
     q.mul_(below_q.sum(dim=-1, keepdim=True)).scatter_add_(-1, kept, -below_q)
-    return loss, q.div_(spec.temperature), overlap
+    return loss, q.div_(spec.temperature), best, overlap
 
 
 @torch.no_grad()
-def softmax(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def softmax(logits: Tensor, temperature: float, vocabulary: Vocabulary = WHOLE) -> tuple[Tensor, Tensor, Tensor]:
     """softmax(logits / temperature) [n, V], the logarithm of its denominator [n, 1], and the likeliest token [n].
 
     Makes no other tensor of the logits' size. float32 (float64 for float64 logits).
     """
     logits = _at_least_float32(logits)
-    largest, index = logits.max(dim=-1, keepdim=True)
+    largest, token = vocabulary.largest(logits)
     probabilities = torch.sub(logits, largest)
     if temperature != 1.0:
         probabilities.div_(temperature)
-    total = probabilities.exp_().sum(dim=-1, keepdim=True)
-    return probabilities.div_(total), largest / temperature + total.log(), index.squeeze(-1)
+    total = vocabulary.sum(probabilities.exp_().sum(dim=-1, keepdim=True))
+    return probabilities.div_(total), largest / temperature + total.log(), token.squeeze(-1)
 
 
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:
@@ -232,21 +260,6 @@ class _FusedLoss(torch.autograd.Function):
         return tuple(grads)
 
 
-def fused_chunks(
-    hidden_states: Tensor, chunk_loss: ChunkLoss, chunk_size: int, projection_parameters: Sequence[Tensor] = ()
-) -> Tensor:
-    """Sum of `chunk_loss` over chunks of hiddens [N, d], each differentiated while its logits exist; 0-dim.
-
-    Args:
-        chunk_loss: a chunk [n, d] and its place among the N -> (its logits with a graph, its loss without one, the
-            loss's gradient with respect to the logits).
-        projection_parameters: those behind the logits that the loss trains.
-    """
-    if not torch.is_grad_enabled():
-        hidden_states, projection_parameters = hidden_states.detach(), [p.detach() for p in projection_parameters]
-    return _FusedLoss.apply(hidden_states, chunk_loss, chunk_size, *projection_parameters)
-
-
 def fused_loss(
     hidden_states: Tensor,
     labels: Tensor,
@@ -257,12 +270,13 @@ def fused_loss(
     teacher_hidden: Tensor | None = None,
     projection_parameters: Sequence[Tensor] = (),
     compare_with_trunk: bool = False,
+    vocabulary: Vocabulary = WHOLE,
 ) -> ChunkResult:
     """Sum of the losses of N positions, with agreement counts, one chunk of logits at a time.
 
     Args:
         hidden_states: [N, d], the depth's hiddens at its valid positions.
-        labels: long [N], indices into the projection's vocabulary.
+        labels: long [N], tokens of the vocabulary.
         project: hiddens [n, d] -> logits [n, V].
         spec: the loss.
         chunk_size: positions whose logits exist at once.
@@ -270,6 +284,7 @@ def fused_loss(
         projection_parameters: tensors used inside `project` that the loss trains. Those left out get no gradient,
             which is how the LM head is isolated.
         compare_with_trunk: also count agreement with the trunk (one more projection for kind "ce").
+        vocabulary: what the columns of `project`'s logits stand for. `spec.top_k` needs them whole.
     """
     with_teacher = teacher_hidden is not None and (compare_with_trunk or spec.kind != "ce")
     label_hits = hidden_states.new_zeros((), dtype=torch.long)
@@ -282,24 +297,30 @@ def fused_loss(
         if with_teacher:
             assert teacher_hidden is not None
             with torch.no_grad():  # first, so that its logits are gone before the others are made
-                teacher, _, trunk_best = softmax(project(teacher_hidden[part]), spec.temperature)
+                teacher, _, trunk_best = softmax(project(teacher_hidden[part]), spec.temperature, vocabulary)
         logits = project(chunk)
-        best = logits.detach().argmax(dim=-1)
-        loss, gradient, overlap = loss_and_gradient(logits, labels[part], teacher, spec)
+        loss, gradient, best, overlap = _judge(logits, labels[part], teacher, spec, vocabulary)
         label_hits = label_hits + (best == labels[part]).sum()
         if overlap is not None:
             agrees[part] = best == trunk_best
             overlaps = overlaps + overlap
         return logits, loss, gradient
 
-    loss = fused_chunks(hidden_states, chunk_loss, chunk_size, projection_parameters)
+    if not torch.is_grad_enabled():
+        hidden_states, projection_parameters = hidden_states.detach(), [p.detach() for p in projection_parameters]
+    loss = _FusedLoss.apply(hidden_states, chunk_loss, chunk_size, *projection_parameters)
     if not with_teacher:
         return ChunkResult(loss, label_hits)
     return ChunkResult(loss, label_hits, agrees.sum(), overlaps, agrees)
 
 
 def chunked_log_probs(
-    hidden_states: Tensor, targets: Tensor, project: Project, chunk_size: int, temperature: float = 1.0
+    hidden_states: Tensor,
+    targets: Tensor,
+    project: Project,
+    chunk_size: int,
+    temperature: float = 1.0,
+    vocabulary: Vocabulary = WHOLE,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and the entropy of its distribution, one chunk of logits at a time.
 
@@ -310,16 +331,18 @@ def chunked_log_probs(
         targets: long [N].
         project: hiddens [n, d] -> logits [n, V].
         temperature: divides the logits.
+        vocabulary: as in `fused_loss`.
 
     Returns:
         (log_probs [N], differentiable; entropy [N] in nats, without a gradient), float32 (float64 for float64 hiddens).
     """
 
     def one(chunk: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        log_p = F.log_softmax(_at_least_float32(project(chunk)) / temperature, dim=-1)
+        log_p = vocabulary.log_softmax(_at_least_float32(project(chunk)) / temperature)
         with torch.no_grad():
-            entropy = -(log_p.exp() * log_p).sum(dim=-1)
-        return log_p.gather(-1, wanted.unsqueeze(-1)).squeeze(-1), entropy
+            entropy = -vocabulary.sum((log_p.exp() * log_p).sum(dim=-1))
+        column, own = vocabulary.columns(wanted)
+        return vocabulary.sum(log_p.gather(-1, column) * own).squeeze(-1), entropy
 
     if hidden_states.shape[0] == 0:
         empty = _at_least_float32(hidden_states).sum(dim=-1)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from forerun.data.batch import Batch
 from forerun.data.packing import Document, pack
@@ -24,21 +22,13 @@ def make_rows(documents: Sequence[Document], max_length: int, packing: bool) -> 
 def stack_rows(rows: Sequence[Batch]) -> Batch:
     """Rows of any lengths as one Batch, padded on the right to the longest."""
     width = max(row.input_ids.shape[1] for row in rows)
-
-    def padded(values: list[Tensor], value: int) -> Tensor:
-        return torch.cat([F.pad(v, (0, width - v.shape[1]), value=value) for v in values])
-
-    def positions(row: Batch) -> Tensor:
-        # Padding is a document of its own, so its positions start again.
-        count, length = row.position_ids.shape
-        return torch.cat([row.position_ids, torch.arange(width - length).expand(count, -1)], dim=1)
-
+    wide = [row.padded(len(row.input_ids), width) for row in rows]
     return Batch(
-        input_ids=padded([r.input_ids for r in rows], 0),
-        position_ids=torch.cat([positions(r) for r in rows]),
-        document_ids=padded([r.document_ids for r in rows], -1),
-        loss_mask=padded([r.loss_mask for r in rows], 0),
-        extras={name: padded([r.extras[name] for r in rows], 0) for name in rows[0].extras},
+        input_ids=torch.cat([row.input_ids for row in wide]),
+        position_ids=torch.cat([row.position_ids for row in wide]),
+        document_ids=torch.cat([row.document_ids for row in wide]),
+        loss_mask=torch.cat([row.loss_mask for row in wide]),
+        extras={name: torch.cat([row.extras[name] for row in wide]) for name in rows[0].extras},
     )
 
 

@@ -345,8 +345,8 @@ _CONTEXT_PARALLEL = [
         "row-split-evenly",
         "Ranks hold contiguous halves where the attention's layout is zig-zag.",
         "forerun.mtp.context_parallel",
-        "torch.tensor([rank, chunks - 1 - rank], device=device)",
-        "torch.tensor([2 * rank, 2 * rank + 1], device=device)",
+        "torch.stack([ranks, chunks - 1 - ranks], dim=1)",
+        "torch.stack([2 * ranks, 2 * ranks + 1], dim=1)",
         (SHARDS,),
     ),
     Mutation(

@@ -2,8 +2,7 @@
 
 Megatron-core's own needs Transformer Engine for context parallelism, and of a row's documents it knows only the layout
 of variable-length kernels. Here the mask says what a position may see, and under context parallelism every rank gathers
-the keys and values of the whole row (as Llama 3 was trained: The Llama 3 Herd of Models, section 3.3.2), so any mask is
-as exact as on one process.
+the keys and values of the whole row (`forerun.engines.shared_rows`).
 """
 
 from __future__ import annotations
@@ -16,48 +15,13 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from forerun.engines.megatron.context import places
-
-
-def hidden_positions(document_ids: Tensor, size: int = 1, rank: int = 0) -> Tensor:
-    """What a position may not see, as megatron-core takes it: bool [B, 1, S / size, S], True where it may not.
-
-    A position sees those before it in its document, and itself. Padding is one more document of its row.
-
-    Args:
-        document_ids: long [B, S] of whole rows.
-        size, rank: of context parallelism. Rows of the result are this rank's positions, columns those of all ranks one
-            after the other, as `DocumentAttention` gathers keys.
-    """
-    length = document_ids.shape[1]
-    order = torch.cat([places(length, size, other) for other in range(size)]).to(document_ids.device)
-    own = places(length, size, rank).to(document_ids.device)
-    later = order[None, :] > own[:, None]
-    other = document_ids[:, own, None] != document_ids[:, None, order]
-    return (later | other).unsqueeze(1)
-
-
-class _GatherSequence(torch.autograd.Function):
-    """[S, ...] of every rank, one after the other; in backward every rank gets the sum of what all found for it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
-        dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
-        return out, None
+from forerun.engines.shared_rows import gather
 
 
 class DocumentAttention(torch.nn.Module):
     """A `core_attention` of megatron-core's specs over torch's scaled_dot_product_attention.
 
-    Takes grouped queries, values of another width than keys (MLA), and the mask that `hidden_positions` makes.
+    Takes grouped queries, values of another width than keys (MLA), and the mask of `MicroBatch.hidden_positions`.
     """
 
     def __init__(
@@ -81,7 +45,7 @@ class DocumentAttention(torch.nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, *_: Any, **__: Any) -> Tensor:
         """query [Sq, B, H, dk], key [Sk, B, G, dk], value [Sk, B, G, dv] -> [Sq, B, H·dv]. Sk is a rank's own part."""
         if self.group.size() > 1:
-            key, value = _GatherSequence.apply(key, self.group), _GatherSequence.apply(value, self.group)
+            key, value = gather(key, self.group), gather(value, self.group)
         if (repeats := query.shape[2] // key.shape[2]) > 1:
             key, value = key.repeat_interleave(repeats, dim=2), value.repeat_interleave(repeats, dim=2)
         out = F.scaled_dot_product_attention(

@@ -188,16 +188,16 @@ class MegatronEngine:
             rounds_of=layout.pipeline_model_parallel_size if layout.chunks > 1 else 1,
             multiple=multiple,
             alike=layout.pipeline_model_parallel_size > 1,
-            context=(layout.context_parallel_size, parallel_state.get_context_parallel_rank()),
+            context=parallel_state.get_context_parallel_group(),
             device=self.device,
         )
 
         def forward(source: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[[Outcome], Any]]:
             micro = next(source)
             found = chunk(
-                input_ids=micro.take(micro.padded.input_ids),
-                position_ids=micro.take(micro.padded.position_ids),
-                attention_mask=micro.attention_mask,
+                input_ids=micro.rows.batch.input_ids,
+                position_ids=micro.rows.batch.position_ids,
+                attention_mask=micro.hidden_positions(),
                 labels=(micro, objective),
             )
 

@@ -8,7 +8,7 @@ this rank and micro-batch, scales through a class attribute, and isolates the tr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from forerun.engines.megatron.context import ahead, gather_positions
 from forerun.engines.megatron.microbatch import MicroBatch
 from forerun.engines.megatron.model import Blueprint
 from forerun.engines.megatron.vocabulary import VocabularyShard
-from forerun.models.training import MTPOutput
-from forerun.mtp.config import MTPConfig
-from forerun.mtp.losses import LossSpec
+from forerun.models.training import MTPOutput, score_depths
+from forerun.mtp.config import MaskRule, MTPConfig
+from forerun.mtp.losses import chunked_log_probs
 from forerun.mtp.shift import DepthTargets, depth_targets
 from forerun.mtp.stats import MTPStats
 
@@ -110,15 +109,20 @@ class MTPModel(GPTModel):
         self, hidden_states: Tensor, weight: Tensor, micro: MicroBatch, wanted: Objective
     ) -> tuple[Tensor, Tensor]:
         shard = self._shard(weight)
-        target = _targets(micro, 0, None)
-        valid, labels = micro.take(target.valid), micro.take(target.labels)
-        rows = self._positions_first(hidden_states, shard)
-        values, entropies = shard.log_probs(rows[valid], labels[valid], wanted.chunk_size, wanted.temperature)
-        blank = torch.zeros(valid.shape, dtype=values.dtype, device=values.device)
+        target = _targets(micro, 0)
+        values, entropies = chunked_log_probs(
+            self._positions_first(hidden_states, shard)[target.valid],
+            target.labels[target.valid],
+            shard.logits,
+            wanted.chunk_size,
+            wanted.temperature,
+            shard,
+        )
+        blank = torch.zeros(target.valid.shape, dtype=values.dtype, device=values.device)
 
         def aligned(found: Tensor) -> Tensor:
             # A position's value belongs to the token behind it; nothing is predicted at the last, so nothing wraps.
-            return gather_positions(blank.masked_scatter(valid, found), self.pg_collection.cp).roll(1, dims=1)
+            return micro.rows.whole(blank.masked_scatter(target.valid, found)).roll(1, dims=1)
 
         return aligned(values), aligned(entropies)
 
@@ -138,57 +142,47 @@ class MTPModel(GPTModel):
         depths = int(self.config.mtp_num_layers)
         isolated = config.detach_encoder
         shard = self._shard(weight.detach() if isolated else weight)
-        spec = LossSpec(config.loss, wanted.temperature)
-        with_teacher = wanted.compare_with_trunk or spec.kind != "ce"
-        trunk = self._positions_first(hidden_states.detach(), shard) if with_teacher else None
-        # A leaf that wants a gradient, or a recomputed layer none of whose inputs does would give its weights none.
-        hidden = hidden_states.detach().requires_grad_() if isolated else hidden_states
-        stats = MTPStats.zeros(depths, hidden.device)
-        chain: Tensor | None = None  # positions valid at every depth so far
-        agreed: Tensor | None = None  # ... where each of them chose as the trunk does
-        total = hidden_states.new_zeros((), dtype=torch.float32)
-        for depth in range(1, depths + 1):
-            target = _targets(micro, depth, config)
-            ids = micro.take(target.input_ids)
 
-            # Megatron-core's layer rolls the ids that it is given, and embeds what it gets: here, ours.
-            def embedding(input_ids: Tensor, position_ids: Tensor, ids: Tensor = ids) -> Tensor:
-                embedded = self.embedding(input_ids=ids, position_ids=position_ids)
-                return embedded.detach() if isolated else embedded
+        def run() -> Iterator[tuple[DepthTargets, Tensor]]:
+            # A leaf that wants a gradient, or a recomputed layer none of whose inputs does would give its weights none.
+            hidden = hidden_states.detach().requires_grad_() if isolated else hidden_states
+            for depth, layer in enumerate(self.mtp.layers, start=1):
+                target = _targets(micro, depth, config.mask_rule)
 
-            hidden = self.mtp.layers[depth - 1](
-                input_ids=input_ids,
-                position_ids=position_ids,
-                hidden_states=hidden,
-                embedding=embedding,
-                **layer_inputs,
-            )[0]
-            valid, labels = micro.take(target.valid), micro.take(target.labels)
-            result = shard.depth_loss(
-                self._positions_first(hidden, shard)[valid],
-                labels[valid],
-                spec,
-                config.chunk_size,
-                None if trunk is None else ahead(trunk, depth, self.pg_collection.cp)[valid],
-                wanted.compare_with_trunk,
-                () if isolated or not weight.requires_grad else (weight,),
-            )
-            own_count = valid.sum()
-            count = int(own_count) if wanted.counts is None else wanted.counts[depth - 1]
-            total = total + result.loss / max(count, 1)
-            stats.add(depth, count=own_count, loss=result.loss, label_hits=result.label_hits)
-            if result.agrees is not None:
-                assert result.trunk_hits is not None and result.overlap is not None
-                agrees = torch.zeros_like(valid).masked_scatter(valid, result.agrees)
-                chain = valid if chain is None else chain & valid
-                agreed = agrees if agreed is None else agreed & agrees
-                stats.add(depth, teacher_count=own_count, trunk_hits=result.trunk_hits, overlap=result.overlap)
-                stats.add(depth, chain_count=chain.sum(), chain_hits=(agreed & chain).sum())
+                # Megatron-core's layer rolls the ids that it is given, and embeds what it gets: here, ours.
+                def embedding(input_ids: Tensor, position_ids: Tensor, ids: Tensor = target.input_ids) -> Tensor:
+                    embedded = self.embedding(input_ids=ids, position_ids=position_ids)
+                    return embedded.detach() if isolated else embedded
+
+                hidden = layer(
+                    input_ids=input_ids,
+                    position_ids=position_ids,
+                    hidden_states=hidden,
+                    embedding=embedding,
+                    **layer_inputs,
+                )[0]
+                yield target, self._positions_first(hidden, shard)
+
+        with_teacher = wanted.compare_with_trunk or config.loss != "ce"
+        stats = MTPStats.zeros(depths, hidden_states.device)
+        total = score_depths(
+            run(),
+            config,
+            shard.logits,
+            stats,
+            trunk_hidden=self._positions_first(hidden_states.detach(), shard) if with_teacher else None,
+            counts=wanted.counts,
+            temperature=wanted.temperature,
+            compare_with_trunk=wanted.compare_with_trunk,
+            projection_parameters=() if isolated or not weight.requires_grad else (weight,),
+            look_ahead=micro.rows.look_ahead,
+            vocabulary=shard,
+        )
         return MTPOutput(config.mtp_loss_scaling_factor / depths * total, stats)
 
 
-def _targets(micro: MicroBatch, depth: int, config: MTPConfig | None) -> DepthTargets:
-    """Of whole rows: every rank knows them, so context parallelism has nothing to exchange."""
+def _targets(micro: MicroBatch, depth: int, rule: MaskRule = "target") -> DepthTargets:
+    """What this rank's positions read and predict. Every rank knows the whole rows, so there is nothing to exchange."""
     rows = micro.padded
-    rule = "target" if config is None else config.mask_rule
-    return depth_targets(rows.input_ids, rows.document_ids, rows.loss_mask, depth, rule)
+    whole = depth_targets(rows.input_ids, rows.document_ids, rows.loss_mask, depth, rule)
+    return DepthTargets(*(micro.rows.take(x) for x in (whole.input_ids, whole.labels, whole.valid)))
