@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 import forerun
 from forerun.families import MIMO
 from forerun.models.carrier import MTPCarrier, named_weights
 from forerun.models.trunk import base_model, decoder_inputs, embed, project
 from forerun.mtp.config import MTPConfig
-from tests.families.tiny import TRUNKS, VOCAB, tiny_trunk
+from tests.families.tiny import VOCAB, tiny_trunk
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,7 +63,10 @@ CASES: dict[str, Checkpoint] = {
     "llama-tied": Checkpoint("attached", {"tie_word_embeddings": True, "num_hidden_layers": 4}, depths=2),
     "llama3-rope": Checkpoint("attached", {"max_position_embeddings": 16384, "rope_parameters": _LLAMA3}),
     "mimo": Checkpoint("mimo", {"num_hidden_layers": 3, "num_attention_heads": 4}, depths=2),
-    "qwen3": Checkpoint("qwen3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "qwen3": Checkpoint(
+        "Qwen3ForCausalLM",
+        {"head_dim": 8, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
     "glm4_moe": Checkpoint("glm4_moe", {"attention_bias": True, "use_qk_norm": True}),
     "deepseek_v3": Checkpoint("deepseek_v3", depths=2),
     "deepseek_v3-yarn": Checkpoint("deepseek_v3", {"q_lora_rank": None, "rope_parameters": _YARN}),
@@ -122,11 +125,7 @@ def checkpoint_model(case: str) -> PreTrainedModel:
     """The model of a checkpoint, in transformers."""
     made = CASES[case]
     dtype = torch.bfloat16 if case.endswith("bfloat16") else torch.float32
-    if made.trunk == "qwen3":
-        torch.manual_seed(0)
-        model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**TRUNKS["attached"][1], head_dim=8, **made.changes))
-    else:
-        model = tiny_trunk(made.trunk, dtype=dtype, **made.changes)
+    model = tiny_trunk(made.trunk, dtype=dtype, **made.changes)
     if made.depths:
         forerun.attach(model, made.mtp(), init="plain", family=MIMO if made.trunk == "mimo" else None)
     for name, buffer in model.named_buffers():

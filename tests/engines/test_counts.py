@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun.data.batch import Batch
 from forerun.data.packing import Document
@@ -16,6 +15,7 @@ from forerun.models.attach import attach
 from forerun.models.trunk import base_model
 from forerun.mtp.config import MTPConfig
 from forerun.trainers.batching import make_rows, micro_batches
+from tests.families.tiny import tiny_trunk
 
 MASKS = ["0011101", "01", "1111", "000110111011", "011"]
 
@@ -35,19 +35,11 @@ def counted_by_hand(depth: int, rule: str) -> int:
 
 
 def engine_with(rule: str = "target", **settings: bool) -> TorchEngine:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=17,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-    )
     mtp = MTPConfig(
         enable=True, enable_train=True, num_layers=2, detach_encoder=True, mask_rule=rule, mtp_loss_scaling_factor=0.3
     )  # type: ignore[arg-type]
-    return TorchEngine(attach(LlamaForCausalLM(config).double(), mtp, init="plain"), TorchEngineConfig(**settings))  # type: ignore[arg-type]
+    trunk = tiny_trunk("attached", dtype=torch.float64)
+    return TorchEngine(attach(trunk, mtp, init="plain"), TorchEngineConfig(**settings))  # type: ignore[arg-type]
 
 
 def next_token_loss(log_probs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:

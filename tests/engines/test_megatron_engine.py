@@ -8,19 +8,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
 import forerun
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.config_algorithm import AlgorithmConfig
 from forerun.data.batch import Batch
-from forerun.data.packing import Document
 from forerun.engines.megatron.version import megatron_version
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import TrainingEngine, predicted_mask
@@ -29,13 +30,17 @@ from forerun.errors import ForerunError
 from forerun.models.attach import attach
 from forerun.models.carrier import MTPCarrier, named_weights
 from forerun.mtp.config import MTPConfig
-from forerun.trainers.batching import make_rows, micro_batches
 from forerun.trainers.policy_objective import PolicyObjective
-from tests.families.tiny import tiny_trunk
+from tests.engines import steps
+from tests.engines.steps import MeanLoss
+from tests.families.tiny import VOCAB, tiny_trunk
 from tests.mtp.ranks import Ranks
 
-VOCAB = 61  # no multiple of 2: tensor parallelism pads it
+assert VOCAB % 2  # so tensor parallelism pads it
 STEPS = 5
+LOSSES = ("loss", "mtp_loss", "mtp/depth_1/loss")
+step_batches = partial(steps.step_batches, count=14, max_length=26, rows=2)
+assert_close = partial(steps.assert_close, tensors=(1e-4, 2e-5), numbers=(2e-5, 1e-6))
 # Adam divides by a gradient's own size: where that is rounding alone, a large epsilon keeps it out of the weights.
 OPTIMIZER = OptimizerConfig(lr=1e-2, mtp_lr=5e-3, weight_decay=0.1, max_grad_norm=0.5, eps=1e-3)
 
@@ -52,6 +57,7 @@ class Case:
     loss: str = "ce"
     recompute: str | None = None
     distributed: bool = False
+    dtype: torch.dtype = torch.float32
     layout: dict[str, Any] = field(default_factory=dict)
 
 
@@ -69,7 +75,7 @@ def mtp_config(case: Case) -> MTPConfig:
 
 def model(case: Case) -> MTPCarrier:
     """Tiny, with norms that are not one and biases that are not zero."""
-    changes = {"tie_word_embeddings": case.tied, "num_hidden_layers": 4, "vocab_size": VOCAB}
+    changes = {"tie_word_embeddings": case.tied, "num_hidden_layers": 4}
     made = attach(tiny_trunk(case.family, **changes), mtp_config(case), init="plain", seed=1)
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -79,9 +85,9 @@ def model(case: Case) -> MTPCarrier:
     return made
 
 
-def torch_engine(case: Case) -> TorchEngine:
+def torch_engine(case: Case, carrier: MTPCarrier | None = None) -> TorchEngine:
     settings = TorchEngineConfig(optimizer=OPTIMIZER, train_trunk=case.train_trunk, chunk_size=7)
-    return TorchEngine(model(case), settings)
+    return TorchEngine(model(case) if carrier is None else carrier, settings)
 
 
 def megatron_engine(case: Case, checkpoint: CheckpointReader | None = None) -> Any:
@@ -100,7 +106,7 @@ def megatron_engine(case: Case, checkpoint: CheckpointReader | None = None) -> A
         chunks = build_model(source.config, mtp_config(case), layout, family=source.mtp_family, model_class=MTPModel)
         load_weights(chunks, named_weights(source))
     else:
-        chunks = build_model(checkpoint.config, mtp_config(case), layout, model_class=MTPModel)
+        chunks = build_model(checkpoint.config, mtp_config(case), layout, model_class=MTPModel, dtype=case.dtype)
         load_weights(chunks, checkpoint)
     settings = MegatronEngineConfig(
         optimizer=OPTIMIZER,
@@ -126,27 +132,6 @@ def install() -> None:
         _installed = True
 
 
-def step_batches(step: int, rows: int = 2) -> list[Batch]:
-    """Packed rows of documents of 2 to 20 tokens, unlike in length; an odd number of micro-batches."""
-    draw = torch.Generator().manual_seed(step)
-    documents = []
-    for _ in range(14):
-        length = int(torch.randint(2, 21, (1,), generator=draw))
-        ids = torch.randint(0, VOCAB, (length,), generator=draw).tolist()
-        documents.append(Document(ids, [j >= length // 3 for j in range(length)]))
-    batches = micro_batches(make_rows(documents, max_length=26, packing=True), rows)
-    return batches[: len(batches) - 1 + len(batches) % 2]
-
-
-class MeanLoss:
-    def __init__(self, batches: list[Batch]) -> None:
-        self.targets = sum(batch.num_targets for batch in batches)
-
-    def __call__(self, log_probs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        assert log_probs.shape == batch.input_ids.shape
-        return -log_probs.sum() / self.targets, {"least_max": -log_probs.detach().min()}
-
-
 def torch_gradients(engine: TorchEngine) -> dict[str, Tensor]:
     """Under the names of weights: what stands in the weights' places is the gradients."""
     kept = [(parameter, parameter.data) for parameter in engine.model.parameters()]
@@ -170,12 +155,12 @@ def megatron_gradients(engine: Any) -> dict[str, Tensor]:
     return found
 
 
-def train(engine: TrainingEngine, gradients: Any, loss: Any = MeanLoss) -> dict[str, Any]:
+def train(engine: TrainingEngine, gradients: Any, steps: int = STEPS) -> dict[str, Any]:
     """Everything that a run shows: metrics of every step, the first step's gradients, weights, held-out figures."""
     reports, found = [], {}
-    for step in range(STEPS):
+    for step in range(steps):
         batches = step_batches(step)
-        metrics = engine.forward_backward(batches, loss(batches), temperature=0.9)
+        metrics = engine.forward_backward(batches, MeanLoss(batches), temperature=0.9)
         if step == 0 and gradients is not None:
             found = gradients(engine)
         reports.append(metrics | engine.step())
@@ -205,24 +190,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     with Ranks(4, [4], tmp_path_factory.mktemp("four") / "store") as made:
         yield made
-
-
-def assert_close(found: Any, expected: Any, where: str = "") -> None:
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
-        for name in expected:
-            assert_close(found[name], expected[name], f"{where}/{name}")
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected), where
-        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-            assert_close(a, b, f"{where}[{i}]")
-    elif isinstance(expected, Tensor):
-        scale = float(expected.abs().max())
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5 * scale, msg=lambda m: f"{where}: {m}")
-    elif isinstance(expected, float):
-        assert found == pytest.approx(expected, rel=2e-5, abs=1e-6), where
-    else:
-        assert found == expected, where
 
 
 def layout(**sizes: Any) -> dict[str, Any]:
@@ -276,15 +243,16 @@ def rank_saves(group: dist.ProcessGroup, argument: tuple[Case, Path, bool]) -> l
     end = advance(whole, range(1, 2))  # while the checkpoint is written, where nobody waits
     whole.finish_saves()
     whole.export(place / "end")
+    after = train(whole, None, steps=1)
     resumed = megatron_engine(case, source)
     assert resumed.load(place / "checkpoint-1") == {"place": 3} and resumed.global_step == 1
     again = advance(resumed, range(1, 2))
     if not wait:
-        return [end, again]
+        return [end, again, after]
     other = megatron_engine(replace(case, layout=layout(pp=2)), source)
     with pytest.raises(ForerunError, match=r"was written with layout=.*and this run has"):
         other.load(place / "checkpoint-1")
-    return [end, again]
+    return [end, again, after]
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["waiting", "beside the training"])
@@ -295,14 +263,46 @@ def test_resumes_bit_by_bit_and_exports(wait: bool, tmp_path: Path) -> None:
     # training takes its name from its ranks.
     with Ranks(2, [2], tmp_path / "store") as ranks:
         results = ranks.run(rank_saves, [(case, tmp_path, wait)] * 2)
-    for end, again in results:
+    for end, again, _ in results:
         assert end.keys() == again.keys()
         for name in end:
             assert torch.equal(end[name], again[name]), name
-    exported = dict(named_weights(forerun.load(tmp_path / "end", dtype=torch.float32)))
-    assert exported.keys() == end.keys()
+    exported = forerun.load(tmp_path / "end", mtp_config(case), dtype=torch.float32)
+    weights = dict(named_weights(exported))
+    assert weights.keys() == end.keys()
     for name in end:
-        assert torch.equal(exported[name], end[name]), name
+        assert torch.equal(weights[name], end[name]), name
+    # The torch engine goes on from there.
+    figures = train(torch_engine(case, exported), None, steps=1)
+    for _, _, after in results:
+        assert_close([after["reports"][0][name] for name in LOSSES], [figures["reports"][0][name] for name in LOSSES])
+
+
+def rank_trains_in_bfloat16(group: dist.ProcessGroup, argument: tuple[Case, Path]) -> dict[str, Any]:
+    case, place = argument
+    engine = megatron_engine(case, CheckpointReader(place / "start"))
+    shown = train(engine, None)
+    engine.export(place / "end")
+    return shown
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "sp": True}, {"pp": 2}], ids=["TP2", "PP2"])
+def test_weights_in_bfloat16(sizes: dict[str, Any], two: Ranks, tmp_path: Path) -> None:
+    """They go where those in float32 go, and leave in bfloat16."""
+    case = Case(depths=2, tied=True, layout=layout(**sizes))
+    start = model(case)
+    start.save_pretrained(tmp_path / "start")
+    before = {name: tensor.clone() for name, tensor in named_weights(start)}
+    exact = train(torch_engine(case, start), None)
+    for found in two.run(rank_trains_in_bfloat16, [(replace(case, dtype=torch.bfloat16), tmp_path)] * 2):
+        for report, expected in zip(found["reports"], exact["reports"], strict=True):
+            assert [report[name] for name in LOSSES] == pytest.approx([expected[name] for name in LOSSES], rel=0.02)
+        ways = {name: tensor - before[name] for name, tensor in exact["weights"].items()}
+        apart = sum(float((found["weights"][name] - before[name] - way).norm()) for name, way in ways.items())
+        assert apart < 0.4 * sum(float(way.norm()) for way in ways.values())
+    exported = load_file(tmp_path / "end" / "model.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+    assert all(torch.equal(exported[name], tensor) for name, tensor in found["weights"].items() if name in exported)
 
 
 class Surrogate:

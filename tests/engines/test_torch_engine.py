@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
 
 import forerun
 from forerun.data.batch import Batch
@@ -24,23 +24,12 @@ from forerun.errors import ForerunError, UsageError
 from forerun.models.attach import attach
 from forerun.mtp.config import MTPConfig
 from forerun.trainers.batching import make_rows, micro_batches, stack_rows
+from forerun.trainers.sft import NextTokenLoss
+from tests.families.tiny import VOCAB, tiny_trunk
 
-VOCAB = 37
 
-
-def tiny_model(tied: bool = True, seed: int = 0, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-    )
-    return LlamaForCausalLM(config).to(dtype)
+def tiny_model(tied: bool = True, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return tiny_trunk("attached", dtype=dtype, seed=seed, initializer_range=0.02, tie_word_embeddings=tied).train()
 
 
 def mtp_config(**changes: object) -> MTPConfig:
@@ -69,23 +58,13 @@ def rows(seed: int = 1) -> list[Batch]:
     return make_rows(documents(seed), max_length=24, packing=True)
 
 
-class MeanLoss:
-    """Mean negative log-probability over the targets of a whole step."""
-
-    def __init__(self, batches: list[Batch]) -> None:
-        self.targets = sum(batch.num_targets for batch in batches)
-
-    def __call__(self, log_probs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        return -log_probs.sum() / self.targets, {}
-
-
-def engine_for(model: LlamaForCausalLM, lr: float = 1e-2, **changes: object) -> TorchEngine:
+def engine_for(model: PreTrainedModel, lr: float = 1e-2, **changes: object) -> TorchEngine:
     optimizer = OptimizerConfig(lr=lr, weight_decay=0.1, max_grad_norm=0.5)
     return TorchEngine(model, TorchEngineConfig(optimizer=optimizer, chunk_size=5, **changes))  # type: ignore[arg-type]
 
 
 def gradients(engine: TorchEngine, batches: list[Batch]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    metrics = engine.forward_backward(batches, MeanLoss(batches))
+    metrics = engine.forward_backward(batches, NextTokenLoss(batches))
     found = {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}
     engine.optimizer.zero_grad(set_to_none=True)
     return found, metrics
@@ -94,7 +73,7 @@ def gradients(engine: TorchEngine, batches: list[Batch]) -> tuple[dict[str, Tens
 def train(engine: TorchEngine, steps: int, first: int = 0) -> None:
     for step in range(first, first + steps):
         batches = micro_batches(rows(seed=step), 1)
-        engine.forward_backward(batches, MeanLoss(batches))
+        engine.forward_backward(batches, NextTokenLoss(batches))
         engine.step()
 
 
@@ -258,11 +237,11 @@ def test_head_has_its_own_learning_rate_and_clipping() -> None:
     config = OptimizerConfig(lr=1e-3, mtp_lr=1e-2, max_grad_norm=1e-3, lr_scheduler_type="linear", total_steps=4)
     engine = TorchEngine(model, TorchEngineConfig(optimizer=config))
     batches = [stack_rows(rows())]
-    engine.forward_backward(batches, MeanLoss(batches))
+    engine.forward_backward(batches, NextTokenLoss(batches))
     report = engine.step()
     assert (report["lr"], report["mtp_lr"]) == (1e-3, 1e-2)
     assert report["grad_norm"] > 1e-3 and report["mtp_grad_norm"] > 1e-3
-    engine.forward_backward(batches, MeanLoss(batches))
+    engine.forward_backward(batches, NextTokenLoss(batches))
     assert engine.step()["lr"] == pytest.approx(0.75e-3)
 
 
@@ -277,7 +256,7 @@ def test_nothing_to_train_and_nothing_supervised_are_refused() -> None:
         engine_for(tiny_model(), train_trunk=False)
     row = make_rows([Document([1, 2, 3], [False] * 3)], 8, packing=True)
     with pytest.raises(UsageError, match="no supervised target"):
-        engine_for(tiny_model()).forward_backward(row, MeanLoss(row))
+        engine_for(tiny_model()).forward_backward(row, NextTokenLoss(row))
 
 
 def nan_loss(log_probs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -297,7 +276,7 @@ def test_non_finite_loss_stops_or_drops_the_step() -> None:
     dropping.forward_backward(batches, nan_loss)
     assert dropping.step()["skipped"] == 1.0
     assert_same(before, weights(dropping))
-    dropping.forward_backward(batches, MeanLoss(batches))
+    dropping.forward_backward(batches, NextTokenLoss(batches))
     assert dropping.step()["skipped"] == 0.0
     assert not torch.equal(weights(dropping)["model.norm.weight"], before["model.norm.weight"])
 
@@ -306,7 +285,7 @@ def test_non_finite_gradient_is_caught_before_the_update() -> None:
     batches = [stack_rows(rows())]
     engine = engine_for(attach(tiny_model(), mtp_config(), init="plain"))
     before = weights(engine)
-    engine.forward_backward(batches, MeanLoss(batches))
+    engine.forward_backward(batches, NextTokenLoss(batches))
     next(iter(engine.groups.mtp.values())).grad.fill_(float("inf"))  # type: ignore[union-attr]
     with pytest.raises(NonFiniteError, match="mtp_grad_norm"):
         engine.step()

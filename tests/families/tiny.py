@@ -1,4 +1,4 @@
-"""A tiny random trunk of every family, by transformers' own classes."""
+"""The tiny random models of the tests: a trunk of every family, and of any other class of transformers."""
 
 from __future__ import annotations
 
@@ -128,8 +128,11 @@ TRUNKS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny_trunk(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """`changes` are for the text configuration."""
-    class_name, settings = TRUNKS[name]
+    """A family of `TRUNKS`, or the Llama of that size in another class, "Qwen3ForCausalLM" for instance.
+
+    `changes` are for the text configuration.
+    """
+    class_name, settings = TRUNKS.get(name, (name, _COMMON))
     model_class = getattr(transformers, class_name)
     if "text_config" in settings:
         settings = settings | {"text_config": settings["text_config"] | changes}

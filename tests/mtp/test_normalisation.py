@@ -20,7 +20,6 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from forerun import MTPConfig, attach
 from forerun.algorithms.aggregation import LossAggMode, LossCounts, aggregate_loss, count_targets
@@ -33,6 +32,7 @@ from forerun.models.training import mtp_forward
 from forerun.models.trunk import base_model
 from forerun.mtp import MTPStats, depth_counts, graft, reduce_counts
 from forerun.mtp.stats import FIELDS
+from tests.families.tiny import tiny_trunk
 from tests.float64 import with_float64_norms
 from tests.mtp.ranks import Ranks
 
@@ -79,26 +79,11 @@ class Example:
 
 @functools.cache
 def model_for(trunk: str, depths: int) -> MTPCarrier:
-    torch.manual_seed(0)
-    common = {
-        "vocab_size": VOCAB,
-        "hidden_size": 8,
-        "intermediate_size": 12,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 4,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.4,
-        "tie_word_embeddings": trunk == "dense",
-    }
-    model: PreTrainedModel
+    changes = {"vocab_size": VOCAB, "num_hidden_layers": 1, "num_key_value_heads": 1}
     if trunk == "dense":
-        model = LlamaForCausalLM(LlamaConfig(**common))
+        model = tiny_trunk("attached", **changes, tie_word_embeddings=True)
     else:  # two of four experts for each token
-        routed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "decoder_sparse_step": 1}
-        config = Qwen3MoeConfig(**common, **routed, norm_topk_prob=True, experts_implementation="eager")
-        model = Qwen3MoeForCausalLM(config)
+        model = tiny_trunk("attached_moe", **changes, mlp_only_layers=[], experts_implementation="eager")
     mtp = MTPConfig(enable=True, enable_train=True, num_layers=depths, mtp_loss_scaling_factor=SCALE, chunk_size=3)
     with_float64_norms(model)
     return attach(model.double(), mtp, init="plain", seed=1).double().train()
