@@ -22,7 +22,7 @@ from tests.kills.runs import Kind, kill_and_compare
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", nargs="+", choices=get_args(Kind), default=list(get_args(Kind)))
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--kills", type=int, default=50, help="to try: some runs end before theirs")
     parser.add_argument("--steps", type=int, default=40, help="of a run, which is saved after every one")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -24,11 +24,12 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
-from forerun.engines.checkpoint_directory import checkpoints
+from forerun.engines.checkpoint_directory import checkpoints, latest_checkpoint
 from tests.trainers.tiny import make_model, make_tokenizer
 
 # "async": forerun rl with rollout workers in threads. "sft" writes its checkpoints while it goes on.
 Kind = Literal["sft", "rl", "async"]
+KILLS_PER_RUN = 10
 LIMIT_S = 300.0  # for one run to end, and for what it started to end with it
 _MARK = "FORERUN_KILLED_RUN"
 # Names of directories that exist during a save and the deletion of an old checkpoint (`engines.checkpoint_directory`).
@@ -46,14 +47,17 @@ _context.set_forkserver_preload(
 class Tally:
     """What was done to the killed runs; `in_saves` of the kills fell between the first and the last write of one."""
 
+    tries: int = 0
     kills: int = 0
     in_saves: int = 0
     runs: int = 0
     checkpoints_compared: int = 0
 
 
-def kill_and_compare(kind: Kind, place: Path, kills: int, steps: int, seed: int = 0, kills_per_run: int = 10) -> Tally:
-    """Kill runs of `steps` steps `kills` times in all, each run at most `kills_per_run` times, and compare.
+def kill_and_compare(kind: Kind, place: Path, tries: int, steps: int, seed: int = 0) -> Tally:
+    """Try `tries` times in all to kill runs of `steps` steps, each at most `KILLS_PER_RUN` times, and compare.
+
+    A run that ends before its kill was a try, too, or a machine that is busy only now and then would never be done.
 
     Raises:
         AssertionError: a checkpoint was lost or damaged, the result differs, or a process was left behind.
@@ -65,11 +69,12 @@ def kill_and_compare(kind: Kind, place: Path, kills: int, steps: int, seed: int 
     life = time.monotonic() - started
     assert len(checkpoints(untouched)) == steps
     draw, tally = random.Random(seed), Tally()
-    while tally.kills < kills:
+    while tally.tries < tries:
         run = place / f"killed-{tally.runs}"
         tally.runs += 1
-        for _ in range(kills_per_run):
-            if tally.kills == kills or not _killed(kind, config, run, draw, life, tally):
+        for _ in range(KILLS_PER_RUN):
+            left = life * (1 - _newest(run) / steps)
+            if tally.tries == tries or not _killed(kind, config, run, draw, left, tally):
                 break
             _compare_checkpoints(run, untouched, tally)
         assert _run(kind, config, run, keep=2) == 0, _log(run)
@@ -131,15 +136,16 @@ def _run(kind: Kind, config: Path, run: Path, keep: int) -> int | None:
     return process.exitcode
 
 
-def _killed(kind: Kind, config: Path, run: Path, draw: random.Random, life: float, tally: Tally) -> bool:
+def _killed(kind: Kind, config: Path, run: Path, draw: random.Random, left: float, tally: Tally) -> bool:
     """Start the run, or go on with it, and kill it; False if it ended first.
 
-    Half of the kills are at any instant of a run's life, half during a save.
+    Half of the kills are at any instant of the run, which has about `left` seconds to go, half during a save.
     """
     mark = uuid.uuid4().hex
+    tally.tries += 1
     process = _start(kind, config, run, 2, mark)
     aims_at_save = draw.random() < 0.5
-    deadline = time.monotonic() + draw.uniform(0, life)
+    deadline = time.monotonic() + draw.uniform(0, left)
     saves = draw.randint(1, 4)
     seen = False
     while process.is_alive():
@@ -215,15 +221,20 @@ def _marked(mark: str) -> Iterator[int]:
 
 
 def _compare_checkpoints(run: Path, untouched: Path, tally: Tally) -> None:
-    newest = run / "newest"  # what was there at the last look
-    found = {int(path.name.removeprefix("checkpoint-")): path for path in checkpoints(run)}
-    last = max(found, default=0)
-    before = int(newest.read_text()) if newest.exists() else 0
+    seen = run / "newest"  # what was there at the last look
+    last = _newest(run)
+    before = int(seen.read_text()) if seen.exists() else 0
     assert last >= before, f"{run}: checkpoint-{before} was lost, the newest is {last}"
-    newest.write_text(str(last))
-    for step, path in found.items():
-        _compare(path, untouched / f"checkpoint-{step}")
+    seen.write_text(str(last))
+    for path in checkpoints(run):
+        _compare(path, untouched / path.name)
         tally.checkpoints_compared += 1
+
+
+def _newest(run: Path) -> int:
+    """The step of the newest checkpoint, 0 where there is none."""
+    path = latest_checkpoint(run)
+    return 0 if path is None else int(path.name.removeprefix("checkpoint-"))
 
 
 def _compare(found: Path, expected: Path) -> None:

