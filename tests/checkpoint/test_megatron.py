@@ -12,17 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 import forerun
 from forerun.checkpoint.megatron import from_megatron, to_megatron
@@ -31,26 +20,11 @@ from forerun.errors import UsageError
 from tests.families.handmade import checkpoint
 from tests.families.tiny import tiny_trunk
 
-SHAPE = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-}
-KINDS = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
+KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def saved(path: Path, kind: str, *, tied: bool = False, depths: int = 2) -> Path:
-    torch.manual_seed(0)
-    config, cls = KINDS[kind]
-    model: PreTrainedModel = cls(config(**SHAPE, tie_word_embeddings=tied))
+    model = tiny_trunk(KINDS[kind], num_attention_heads=4, head_dim=4, tie_word_embeddings=tied)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
@@ -116,8 +90,7 @@ def test_a_head_that_reads_another_hidden_is_told(tmp_path: Path, caplog: pytest
 
 
 def test_what_has_no_place_is_named(tmp_path: Path) -> None:
-    moe = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, num_experts=2, moe_intermediate_size=8, num_experts_per_tok=1))
-    moe.save_pretrained(tmp_path / "moe")
+    tiny_trunk("attached_moe", mlp_only_layers=[]).save_pretrained(tmp_path / "moe")
     with pytest.raises(UsageError, match=r"no Megatron name in the table, first model\.layers\.0\.mlp\.experts"):
         to_megatron(tmp_path / "moe", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -7,20 +7,19 @@ from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import forerun
 from forerun import cli
 from forerun.generation import Answers
 from forerun.rollout.protocol import Completion
+from tests.families.tiny import tiny_trunk
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of two layers whose tokens are bytes, with a context of 64."""
-    torch.manual_seed(0)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<end>": 0} | {letter: i for i, letter in enumerate(alphabet, 1)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -28,18 +27,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     path = tmp_path_factory.mktemp("plain")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(path)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        eos_token_id=0,
-        bos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
+    tiny_trunk("attached", vocab_size=len(vocabulary), eos_token_id=0, bos_token_id=None).save_pretrained(path)
     return path
 
 

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from forerun.demo import DemoOptions, options, run, self_text, workspace
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
@@ -22,6 +21,7 @@ from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier
 from forerun.models.loading import load
 from forerun.trainers.batching import make_rows
+from tests.families.tiny import tiny_trunk
 
 pytestmark = pytest.mark.model  # for its tokenizer
 
@@ -44,18 +44,8 @@ TINY = replace(
 def model_dir(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
+    ids = {"vocab_size": len(tokenizer), "eos_token_id": 2, "tie_word_embeddings": True}
+    tiny_trunk("attached", **ids, hidden_size=32, max_position_embeddings=2048).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 

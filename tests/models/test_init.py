@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from forerun import MTPConfig, attach
 from forerun.errors import UsageError
@@ -15,24 +15,13 @@ from forerun.families import ATTACHED, FamilyRecord
 from forerun.models.carrier import MTPCarrier
 from forerun.models.init import fit_projection, norm_scale, set_norm_scale
 from forerun.models.trunk import base_model, decoder_inputs, embed
+from tests.families.tiny import tiny_trunk
 from tests.models.tiny import tiny_model, token_rows
 
 
 def gemma() -> PreTrainedModel:
     """Its norms keep their scale minus 1."""
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=61,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-    )
-    return Gemma2ForCausalLM(config).double()
+    return tiny_trunk("Gemma2ForCausalLM", dtype=torch.float64, head_dim=4).train()
 
 
 ZERO_CENTRED = replace(ATTACHED, zero_centred_norm=True)

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
-VOCAB = 61
+from tests.families.tiny import VOCAB, tiny_trunk
+
+KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
 def tiny_model(
     kind: str = "llama", *, tied: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    config_class, model_class = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[
-        kind
-    ]
-    config = config_class(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        initializer_range=0.3,
-    )
-    return model_class(config).to(dtype)
+    return tiny_trunk(KINDS[kind], dtype=dtype, seed=seed, num_attention_heads=4, tie_word_embeddings=tied).train()
 
 
 def token_rows(batch: int, length: int, seed: int = 0) -> Tensor:

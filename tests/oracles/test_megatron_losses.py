@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import forerun
 from forerun.models.training import MTPOutput, mtp_forward
 from forerun.mtp.shift import depth_counts, depth_targets, document_ids_from_cu_seqlens
+from tests.families.tiny import tiny_trunk
 from tests.oracles.exchange import ask
 from tests.oracles.megatron_layout import rows_for_megatron
 
@@ -96,17 +96,8 @@ class Step:
 
 def ours(case: Case, counts: list[float] | None = None) -> Step:
     own = case.tensors()
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=SIZE,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        tie_word_embeddings=False,
-    )
-    model = forerun.attach(
-        LlamaForCausalLM(config), forerun.MTPConfig(enable=True, num_layers=case.depths, chunk_size=5)
-    )
+    trunk = tiny_trunk("attached", vocab_size=VOCAB, hidden_size=SIZE)
+    model = forerun.attach(trunk, forerun.MTPConfig(enable=True, num_layers=case.depths, chunk_size=5))
     model.lm_head.weight.data.copy_(own["head"])
     hiddens = own["hidden_states"][1:].requires_grad_()
     model.mtp = GivenHiddens(hiddens)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -44,22 +43,10 @@ family = cache(tiny.family_carrier)
 
 
 def special(name: str) -> MTPCarrier:
-    model_class = getattr(transformers, name + "ForCausalLM")
-    torch.manual_seed(0)
-    config = model_class.config_class(
-        vocab_size=tiny.VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        pad_token_id=None,
-        **SPECIAL[name],
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "pad_token_id": None}
+    trunk = tiny_trunk(name + "ForCausalLM", dtype=torch.float64, **sizes, **SPECIAL[name])
     text = torch.randint(0, tiny.VOCAB, (8, 48), generator=torch.Generator().manual_seed(2))
-    return attach(model_class(config).double().eval(), MTPConfig(True), fit_to=[text]).eval()
+    return attach(trunk, MTPConfig(True), fit_to=[text]).eval()
 
 
 def check_text(model: PreTrainedModel, completions: list[Completion], greedy: bool) -> None:
@@ -176,16 +163,5 @@ def test_families_that_are_refused_say_why(name: str, reason: str) -> None:
 
 
 def test_attention_with_more_than_a_mask_is_refused() -> None:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    config = Gemma2Config(
-        vocab_size=20,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
     with pytest.raises(UsageError, match="softcap"):
-        NativeEngine.from_model(Gemma2ForCausalLM(config))
+        NativeEngine.from_model(tiny_trunk("Gemma2ForCausalLM", head_dim=8))

@@ -6,46 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
 from forerun.models.attach import attach
 from forerun.models.carrier import MTPCarrier
 from forerun.mtp.config import MTPConfig
 from forerun.rollout.protocol import Request, SamplingParams
-from tests.families.tiny import tiny_trunk
+from tests.families.tiny import VOCAB, tiny_trunk
 
-VOCAB = 61
-KINDS = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
+KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def trunk(kind: str = "llama", *, tied: bool = True, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config_class, model_class = KINDS[kind]
-    config = config_class(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=96,
-        tie_word_embeddings=tied,
-        initializer_range=0.3,
-    )
-    model = model_class(config).to(dtype).eval()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "max_position_embeddings": 96}
+    model = tiny_trunk(KINDS[kind], dtype=dtype, **sizes, head_dim=8, tie_word_embeddings=tied)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):  # transformers starts them at zero, where a lost bias would not be seen
             torch.nn.init.normal_(parameter, std=0.3)

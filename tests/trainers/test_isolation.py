@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 import forerun
 from forerun import MTPConfig, attach
@@ -276,10 +276,7 @@ ENTRY_PATHS: list[EntryPath] = [
 
 
 def trunk(tied: bool) -> PreTrainedModel:
-    config = make_model().config
-    config.tie_word_embeddings = tied
-    torch.manual_seed(1)
-    return LlamaForCausalLM(config).double()
+    return make_model(seed=1, tie_word_embeddings=tied).double()
 
 
 @functools.cache

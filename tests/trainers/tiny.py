@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from tests.families.tiny import tiny_trunk
 
 WORDS = ["<eos>", "<pad>", *"abcdefgh", "say", "twice"]
 
@@ -15,19 +18,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>")
 
 
-def make_model(seed: int = 0) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=1,
-    )
-    return LlamaForCausalLM(config)
+def make_model(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    ids = {"vocab_size": len(WORDS), "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
+    sizes = {"intermediate_size": 32, "num_key_value_heads": 1, "initializer_range": 0.02, "tie_word_embeddings": True}
+    return tiny_trunk("attached", seed=seed, **ids | sizes | changes).train()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from forerun.config import RLConfig
 from forerun.config_file import load_config
@@ -39,7 +39,7 @@ class PlainRollout:
     It has no drafter, so it can say nothing about speculation.
     """
 
-    def __init__(self, model: LlamaForCausalLM) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = copy.deepcopy(model).eval()
         self.weight_version = 0
         self.dtype = None
