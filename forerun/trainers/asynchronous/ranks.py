@@ -43,9 +43,7 @@ class FirstRank:
         try:
             result = work()
         except Exception as error:
-            # Where gathering failed the others still wait in it. They end when this process does.
-            if self._weights is None or self._weights.failure is None:
-                self._say("failed", one_line(error))
+            self._say("failed", one_line(error))
             raise
         self._say("done", result)
         return result
@@ -65,7 +63,9 @@ class FirstRank:
 
     def _say(self, word: _Weights | Literal["done", "failed"], value: Any = None) -> None:
         if self._weights is not None:
-            _read(self._weights)  # to the end, as the others do
+            # To the end, as the others do. If gathering failed that is raised: they wait in it, and hear nothing else
+            # until they end with this process.
+            _read(self._weights)
             self._weights = None
         self.ranks.agree((word, value))
 

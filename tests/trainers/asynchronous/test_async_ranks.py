@@ -133,6 +133,13 @@ class Dying(NativeEngine):
         raise ForerunError("the power is gone")
 
 
+class Strange(NativeEngine):
+    """Drafts with weights of its own."""
+
+    def drafter_digest(self) -> str:
+        return "5" * 64
+
+
 class GivingUp(NativeEngine):
     """Takes the first weights, and of the next ones two tensors only."""
 
@@ -200,6 +207,8 @@ def rank_fails(group: dist.ProcessGroup, argument: tuple[RLConfig, str]) -> tupl
         own["workers"] = [worker(config, Dying, "dying")]
         if how.endswith("replaced"):
             own["replace_worker"] = lambda name: worker(config, Dying, name)
+    if group.rank() == 0 and how == "strange drafter":
+        own["workers"] = [worker(config, Strange, "strange")]
     kind: Any = RLTrainer if "synchronous" in how else AsyncRLTrainer
     made = kind(config, reward=reward, mesh=mesh_of(group), prompts=PROMPTS, eval_prompts=PROMPTS[:3], **own)
     started = time.monotonic()
@@ -209,6 +218,7 @@ def rank_fails(group: dist.ProcessGroup, argument: tuple[RLConfig, str]) -> tupl
     return f"{failed.type.__name__}: {failed.value}", time.monotonic() - started
 
 
+STRANGE = "alarm drafter_digest_mismatch at step 0: the rollout engine's drafter (555555555555) is not the trainer's"
 LOST = "every rollout worker is lost: rollout worker dying: the power is gone; the same command goes on"
 
 
@@ -219,6 +229,7 @@ LOST = "every rollout worker is lost: rollout worker dying: the power is gone; t
         ("broken evaluation", "RuntimeError: the judge\nis out", "ForerunError: rank 0: the judge is out"),
         ("broken reward, synchronous", "RuntimeError: the judge\nis out", "ForerunError: rank 0: the judge is out"),
         ("failing reward", "ForerunError: step 1: the reward failed on all 20", "ForerunError: step 1: the reward fai"),
+        ("strange drafter", f"AlarmError: {STRANGE}", f"AlarmError: {STRANGE}"),
         ("no workers", f"ForerunError: {LOST}", f"ForerunError: rank 0: {LOST}"),
         ("no workers to evaluate", f"ForerunError: {LOST}", f"ForerunError: rank 0: {LOST}"),
         ("no workers, replaced", f"ForerunError: {LOST}", f"ForerunError: rank 0: {LOST}"),
