@@ -2,12 +2,12 @@
 
 The layers are megatron-core's local ones: torch modules that run with or without a GPU. Its own attention refuses
 packed rows, context parallelism and MLA, its norm sequence parallelism: `attention.DocumentAttention` and
-`parts.ParallelRMSNorm` stand there. A hook can put others in.
+`parts.ParallelRMSNorm` stand there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -37,8 +37,6 @@ from forerun.families import FamilyRecord, declared_depth, family_of
 from forerun.families.megatron import TrunkShape, trunk_shape
 from forerun.families.megatron_trunks import MegatronTrunk, megatron_trunk, rotary_settings, transformer_settings
 from forerun.mtp.config import MTPConfig
-
-LayerSpec = Callable[[ModuleSpec], ModuleSpec]
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,6 @@ def build_model(
     *,
     family: FamilyRecord | None = None,
     model_class: type[GPTModel] = GPTModel,
-    layer_spec: LayerSpec | None = None,
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> list[GPTModel]:
@@ -86,7 +83,6 @@ def build_model(
         layout: what megatron-core's parallel state was initialised with.
         family: how its checkpoints look; None is by `model_type`.
         model_class: the class of the chunks.
-        layer_spec: changes the spec of every layer.
         dtype: of the weights.
         settings: further fields of TransformerConfig, recompute's for instance.
 
@@ -123,7 +119,7 @@ def build_model(
     mend_import_errors()
     chunks = []
     for stage in range(layout.chunks):
-        chunk = _chunk(blueprint, transformer, stage, model_class, layer_spec, rotary_of_model)
+        chunk = _chunk(blueprint, transformer, stage, model_class, rotary_of_model)
         _settle(chunk, blueprint, mtp)
         chunks.append(chunk)
     return chunks
@@ -223,7 +219,7 @@ def _parallel_settings(
     }
 
 
-def _layer_spec(config: TransformerConfig, experts: int | None, change: LayerSpec | None) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=experts,
         qk_layernorm=config.qk_layernorm or config.multi_latent_attention,
@@ -241,7 +237,7 @@ def _layer_spec(config: TransformerConfig, experts: int | None, change: LayerSpe
                 setattr(owner, name, ParallelRMSNorm)
     if config.multi_latent_attention:
         spec.submodules.self_attention.module = LatentAttention
-    return spec if change is None else change(spec)
+    return spec
 
 
 def _chunk(
@@ -249,7 +245,6 @@ def _chunk(
     config: TransformerConfig,
     virtual_stage: int,
     model_class: type[GPTModel],
-    change: LayerSpec | None,
     rotary: Mapping[str, Any],
 ) -> GPTModel:
     layout, shape = blueprint.layout, blueprint.shape
@@ -260,7 +255,7 @@ def _chunk(
     start = sum(sizes[:stage])
 
     def layer(n: int) -> ModuleSpec:
-        return _layer_spec(config, shape.experts if shape.expert_layer(n) else None, change)
+        return _layer_spec(config, shape.experts if shape.expert_layer(n) else None)
 
     block = None
     if last and blueprint.depths:
