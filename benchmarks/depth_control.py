@@ -61,7 +61,7 @@ def main() -> int:
         return 2
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     vocabulary = torch.arange(args.draft_words) if args.draft_words else None
-    engine = NativeEngine.from_model(
+    engine = NativeEngine(
         model, num_speculative_tokens=args.max_depth, draft_vocabulary=vocabulary, max_num_seqs=args.rows
     )
     requests = []

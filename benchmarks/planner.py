@@ -68,7 +68,7 @@ def main() -> int:
             print(f"{args.model} carries no MTP block", file=sys.stderr)
             return 2
         vocabulary = torch.arange(args.draft_words) if args.draft_words else None
-        engine = NativeEngine.from_model(model, draft_vocabulary=vocabulary, max_num_seqs=max(batches))
+        engine = NativeEngine(model, draft_vocabulary=vocabulary, max_num_seqs=max(batches))
         found = calibrate_native(engine, requests, max(batches), args.max_depth)
         measured: dict[tuple[int, int], float] = {}
         for _ in range(args.repeats):

@@ -91,7 +91,7 @@ def main() -> int:
     arms: dict[str, Arm] = {"transformers": transformers_arm(model)}
     with ExitStack() as stack:
         vocabulary = torch.arange(args.draft_words) if args.draft_words else None
-        engine = NativeEngine.from_model(model, draft_vocabulary=vocabulary, max_num_seqs=max(batches))
+        engine = NativeEngine(model, draft_vocabulary=vocabulary, max_num_seqs=max(batches))
         start = time.perf_counter()
         engine.runner.tune()
         about["native_tuning_s"] = round(time.perf_counter() - start, 2)

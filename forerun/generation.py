@@ -73,7 +73,7 @@ def generate_text(model_path: Path, prompts: Sequence[str], options: GenerateOpt
             f"{model_path} carries no MTP block to draft with: train one with `forerun sft recipes/sft_heads.yaml`, "
             "or leave --num-speculative-tokens out"
         )
-    engine = NativeEngine.from_model(model, tokenizer=tokenizer, num_speculative_tokens=options.num_speculative_tokens)
+    engine = NativeEngine(model, tokenizer=tokenizer, num_speculative_tokens=options.num_speculative_tokens)
     stops = stop_token_ids(tokenizer, model.generation_config)
     requests = []
     for i, prompt in enumerate(prompts):

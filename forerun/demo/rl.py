@@ -49,7 +49,7 @@ def train_policy(workspace: Workspace) -> dict[str, Any]:
     )
     prompts = load_source("arithmetic", "train", sizes.rl_prompts * sizes.rl_steps, seed=seed)
     model = workspace.drafting_model()
-    rollout = NativeEngine.from_model(
+    rollout = NativeEngine(
         model, num_speculative_tokens=1, draft_vocabulary=workspace.draft_vocabulary, max_model_len=CONTEXT, seed=seed
     )
     engine = TorchEngine(model, engine_config(config.engine, config.optim, config.mtp, sizes.rl_steps))

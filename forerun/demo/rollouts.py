@@ -22,7 +22,7 @@ CONTEXT = 512
 def compare_decoding(workspace: Workspace) -> dict[str, Any]:
     """Figures of every batch size and number of drafts: tokens/s, acceptance, speed-up measured and ideal."""
     model = workspace.drafting_model()
-    engine = NativeEngine.from_model(
+    engine = NativeEngine(
         model, draft_vocabulary=workspace.draft_vocabulary, max_model_len=CONTEXT, num_speculative_tokens=0
     )
     requests = greedy_requests(workspace, model.generation_config)

@@ -120,7 +120,7 @@ def write(
         origin[name] = (source, split)
         requests.append(Request(name, ids, sampling))
     # One spelling of the products: the same seed then gives the same text, and large batches gain nothing from others.
-    engine = NativeEngine.from_model(
+    engine = NativeEngine(
         model, num_speculative_tokens=0, max_num_seqs=128, max_model_len=512, dtype=dtype, products="linear"
     )
     with ProgressBar("text", len(requests), "responses") as progress:

@@ -154,7 +154,7 @@ def _calibrate(options: PlanOptions, timeline: list[Span]) -> tuple[StepCost, li
     requests = [Request(f"{i}", tokenizer(prompt)["input_ids"], sampling) for i, prompt in enumerate(prompts)]
     depth = options.max_depth or _DEFAULT_DEPTH
     rows = min(max(span.rows for span in timeline), _MOST_CALIBRATED_ROWS)
-    engine = NativeEngine.from_model(model, num_speculative_tokens=depth, max_num_seqs=rows)
+    engine = NativeEngine(model, num_speculative_tokens=depth, max_num_seqs=rows)
     found = calibrate_native(engine, requests, rows, depth)
     return found, found.acceptance
 

@@ -71,7 +71,7 @@ def _native(
 ) -> NativeEngine:
     if not isinstance(engine, TorchEngine | None):
         raise UsageError(f"{type(engine).__name__} has no model in this process: give the trainer a rollout engine")
-    return NativeEngine.from_model(
+    return NativeEngine(
         _whole_model(config, engine, ranks),
         tokenizer=tokenizer,
         num_speculative_tokens=config.mtp.num_speculative_tokens if config.mtp.enable_rollout else 0,

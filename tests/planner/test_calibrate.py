@@ -18,7 +18,7 @@ from tests.rollout import tiny
 
 @pytest.fixture
 def engine() -> NativeEngine:
-    return NativeEngine.from_model(tiny.carrier(), num_speculative_tokens=1, max_num_seqs=4, products="linear")
+    return NativeEngine(tiny.carrier(), num_speculative_tokens=1, max_num_seqs=4, products="linear")
 
 
 REQUESTS = [Request(f"{i}", [i + 1, i + 2, i + 3], SamplingParams(temperature=0)) for i in range(3)]

@@ -104,7 +104,7 @@ class SGLangServer:
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def __post_init__(self) -> None:
-        self.engine = NativeEngine.from_model(
+        self.engine = NativeEngine(
             self.model, num_speculative_tokens=self.num_steps, products="linear", tokenizer=self.tokenizer
         )
         self.drafter_names = set(mtp_weight_names(self.model).values())

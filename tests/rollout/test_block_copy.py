@@ -27,7 +27,7 @@ def test_the_copy_follows_the_family(order: ConcatOrder, recurrence: Recurrence,
     for name, parameter in model.mtp.named_parameters():
         if "norm" in name:
             parameter.uniform_(0.5, 1.5)
-    runner = NativeEngine.from_model(model, products="linear", num_speculative_tokens=1).runner
+    runner = NativeEngine(model, products="linear", num_speculative_tokens=1).runner
     count = 9
     hidden, embeds = torch.randn(2, 1, count, model.config.hidden_size, dtype=torch.float64).unbind(0)
     runner.allocate(1, count)

@@ -54,7 +54,7 @@ class Wrapped:
 
 
 def engine_of(model: MTPCarrier, k: int = 2, **settings: Any) -> NativeEngine:
-    return NativeEngine.from_model(model, products="linear", num_speculative_tokens=k, max_num_seqs=256, **settings)
+    return NativeEngine(model, products="linear", num_speculative_tokens=k, max_num_seqs=256, **settings)
 
 
 def failures(report: LosslessReport) -> set[str]:

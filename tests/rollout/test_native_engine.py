@@ -21,7 +21,7 @@ from tests.rollout import tiny
 
 
 def engine_of(model: torch.nn.Module, **settings: object) -> NativeEngine:
-    return NativeEngine.from_model(model, **{"products": "linear", **settings})  # type: ignore[arg-type]
+    return NativeEngine(model, **{"products": "linear", **settings})  # type: ignore[arg-type]
 
 
 def texts(completions: list[Completion]) -> list[list[int]]:

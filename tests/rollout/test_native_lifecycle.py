@@ -24,7 +24,7 @@ from tests.rollout.reference import SETTINGS, written
 
 
 def engine_of(model: PreTrainedModel, **settings: object) -> NativeEngine:
-    return NativeEngine.from_model(model, **{"products": "linear", **settings})  # type: ignore[arg-type]
+    return NativeEngine(model, **{"products": "linear", **settings})  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def test_match_and_greedy_write_the_reference_s_text(
     k: int,
     vocabulary: Tensor | None,
 ) -> None:
-    engine = NativeEngine.from_model(
+    engine = NativeEngine(
         model, products="linear", acceptance="match", num_speculative_tokens=k, draft_vocabulary=vocabulary
     )
     completions = engine.generate(requests())
@@ -67,7 +67,7 @@ def test_match_and_greedy_write_the_reference_s_text(
 @pytest.mark.parametrize("k", [1, 3])
 def test_rejection_reports_the_probabilities_of_the_settings(model: PreTrainedModel, k: int) -> None:
     """Its text is its own, with drafts; each token's log-prob is still that of the reference at that place."""
-    engine = NativeEngine.from_model(model, products="linear", acceptance="rejection", num_speculative_tokens=k)
+    engine = NativeEngine(model, products="linear", acceptance="rejection", num_speculative_tokens=k)
     wanted = requests()
     for request, completion in zip(wanted, engine.generate(wanted), strict=True):
         logits = tiny.teacher_forced(model, completion.prompt_token_ids, completion.token_ids)
@@ -83,7 +83,7 @@ def test_rejection_keeps_the_distribution_of_the_settings(model: PreTrainedModel
     count, prompt = 3000, [7, 8, 9]
     sampling = {**SETTINGS[name], "max_tokens": 3, "min_tokens": 3 if name == "all" else 0, "top_k": 8}
     settings = [SamplingParams(**sampling, seed=seed) for seed in range(count)]  # type: ignore[arg-type]
-    engine = NativeEngine.from_model(model, products="linear", num_speculative_tokens=2, max_num_seqs=1000)
+    engine = NativeEngine(model, products="linear", num_speculative_tokens=2, max_num_seqs=1000)
     drawn = engine.generate([Request(str(n), prompt, s) for n, s in enumerate(settings)])
     paths: dict[tuple[int, ...], float] = {(): 1.0}
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_rejection_keeps_the_distribution_of_the_settings(model: PreTrainedModel
 
 def test_a_perfect_drafter_stays_perfect_under_every_setting() -> None:
     """The draft's logits are the target's, so whatever changes these has to change those, or drafts are refused."""
-    engine = NativeEngine.from_model(tiny.perfect_carrier(), products="linear", num_speculative_tokens=3)
+    engine = NativeEngine(tiny.perfect_carrier(), products="linear", num_speculative_tokens=3)
     for completion in engine.generate(requests(stop_token_ids=(), min_tokens=0)):
         assert completion.accepted_per_depth == completion.drafted_per_depth, completion.request_id
     banning = SamplingParams(max_tokens=9, min_tokens=9, stop_token_ids=STOPS, seed=1)
@@ -116,7 +116,7 @@ def test_a_perfect_drafter_stays_perfect_under_every_setting() -> None:
 
 
 def test_a_settings_text_does_not_depend_on_the_batch(model: PreTrainedModel) -> None:
-    engine = NativeEngine.from_model(model, products="linear", num_speculative_tokens=2)
+    engine = NativeEngine(model, products="linear", num_speculative_tokens=2)
     wanted = requests()
     together = [c.token_ids for c in engine.generate(wanted)]
     engine.max_num_seqs = 1
@@ -133,13 +133,13 @@ def test_a_settings_text_does_not_depend_on_the_batch(model: PreTrainedModel) ->
     ],
 )
 def test_settings_that_cannot_be_are_refused(model: PreTrainedModel, settings: dict[str, object], message: str) -> None:
-    engine = NativeEngine.from_model(model, products="linear")
+    engine = NativeEngine(model, products="linear")
     with pytest.raises(UsageError, match=message):
         engine.generate(tiny.requests([[1]], max_tokens=4, **settings))
 
 
 def test_stop_tokens_beyond_the_vocabulary_change_nothing(model: PreTrainedModel) -> None:
-    engine = NativeEngine.from_model(model, products="linear")
+    engine = NativeEngine(model, products="linear")
     plain = engine.generate(tiny.requests([[1]], max_tokens=6, temperature=0))
     beyond = engine.generate(tiny.requests([[1]], max_tokens=6, min_tokens=3, temperature=0, stop_token_ids=(400,)))
     assert plain[0].token_ids == beyond[0].token_ids

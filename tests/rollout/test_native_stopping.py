@@ -96,7 +96,7 @@ def test_a_stop_string_is_found_in_the_token_that_completes_it(kind: str) -> Non
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_engine_ends_texts_at_stop_strings(k: int, temperature: float) -> None:
     model, tokenizer = tiny.carrier(), byte_level()
-    engine = NativeEngine.from_model(
+    engine = NativeEngine(
         model, tokenizer=tokenizer, products="linear", acceptance="match", num_speculative_tokens=k, max_num_seqs=5
     )
     # The texts are to hold what is looked for.

@@ -50,7 +50,7 @@ def interrupted(engine: NativeEngine, request: Request, draw: random.Random, tok
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_greedy_text_that_is_interrupted_is_the_one_that_is_not(model: MTPCarrier, depth: int) -> None:
-    engine = NativeEngine.from_model(model, num_speculative_tokens=depth, products="linear")
+    engine = NativeEngine(model, num_speculative_tokens=depth, products="linear")
     draw, steps = random.Random(3), 0
     for prompt in tiny.prompts(6):
         (whole,) = engine.generate([Request("r", prompt, SamplingParams(max_tokens=20, temperature=0))])

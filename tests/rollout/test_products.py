@@ -94,7 +94,7 @@ def test_a_plan_is_measured_once_and_for_every_row_count(monkeypatch: pytest.Mon
     model = tiny.carrier(dtype=torch.float32)
     rows = tiny.prompts(5)
     expected = [tiny.generated(model, row, 10) for row in rows]
-    engine = NativeEngine.from_model(model, num_speculative_tokens=3)
+    engine = NativeEngine(model, num_speculative_tokens=3)
     assert texts(engine.generate(tiny.requests(rows, max_tokens=10, temperature=0))) == expected
     shapes = {linear.weight.shape for linear in engine.runner.table.linears}
     assert sorted(calls) == sorted((shape, count) for shape in shapes for count in MEASURED_ROWS)
@@ -112,7 +112,7 @@ def test_a_spelling_changes_no_text(spelling: Spelling, dtype: torch.dtype) -> N
     model = tiny.carrier("qwen2", dtype=dtype)
     rows = tiny.prompts(5)
     expected = [tiny.generated(model, row, 12) for row in rows]
-    engine = NativeEngine.from_model(model, products=spelling)
+    engine = NativeEngine(model, products=spelling)
     for engine.num_speculative_tokens in (0, 1, 3):
         assert texts(engine.generate(tiny.requests(rows, max_tokens=12, temperature=0))) == expected
 
@@ -126,7 +126,7 @@ def test_an_update_reaches_the_packed_copies(tied: bool) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
     vocabulary = torch.arange(0, tiny.VOCAB, 2)
     settings: dict[str, object] = {"products": "packed", "num_speculative_tokens": 2, "draft_vocabulary": vocabulary}
-    engine, fresh = (NativeEngine.from_model(m, **settings) for m in (old, new))  # type: ignore[arg-type]
+    engine, fresh = (NativeEngine(m, **settings) for m in (old, new))  # type: ignore[arg-type]
     requests = tiny.requests(tiny.prompts(4), max_tokens=12, temperature=0)
     before = engine.generate(requests)
     engine.update_weights(named_weights(new), 1)

@@ -46,7 +46,7 @@ def shared(ray: Any) -> Iterator[RayWorker]:
 
 
 def make_engine() -> NativeEngine:
-    return NativeEngine.from_model(carrier(), num_speculative_tokens=1, products="linear")
+    return NativeEngine(carrier(), num_speculative_tokens=1, products="linear")
 
 
 def refuse() -> NativeEngine:

@@ -52,7 +52,7 @@ def served(checkpoint: Path, engine: dict[str, Any] | None = None, **server: Any
 
 
 def native(num_steps: int = 2) -> NativeEngine:
-    return NativeEngine.from_model(tiny.carrier(), num_speculative_tokens=num_steps, products="linear")
+    return NativeEngine(tiny.carrier(), num_speculative_tokens=num_steps, products="linear")
 
 
 def changed(scale: float = 0.1) -> MTPCarrier:
@@ -381,7 +381,7 @@ def test_an_update_reaches_target_and_drafter(checkpoint: Path, way: str, bucket
         server.calls.clear()
         engine.update_weights(named_weights(model), version=7)
         after = engine.generate(asked)
-        fresh = NativeEngine.from_model(model, num_speculative_tokens=2, products="linear").generate(asked)
+        fresh = NativeEngine(model, num_speculative_tokens=2, products="linear").generate(asked)
         assert_same(after, fresh)
         assert [c.accepted_per_depth for c in after] == [c.accepted_per_depth for c in fresh]
         assert [c.token_ids for c in after] != [c.token_ids for c in before]
@@ -461,7 +461,7 @@ def test_after_a_failure_midway_only_a_whole_update_helps(checkpoint: Path, path
         with pytest.raises(ForerunError, match="holds half of an update"):
             engine.generate(asked)
         engine.update_weights(named_weights(model), version=6)
-        fresh = NativeEngine.from_model(model, num_speculative_tokens=2, products="linear").generate(asked)
+        fresh = NativeEngine(model, num_speculative_tokens=2, products="linear").generate(asked)
         assert_same(engine.generate(asked), fresh)
         assert engine.weight_version == 6 and engine.drafter_digest() == drafter_digest(model)
 
@@ -486,7 +486,7 @@ def test_a_stale_drafter_shows_in_the_digest_and_in_acceptance(checkpoint: Path)
         engine.update_weights(named_weights(model), version=2)
         assert engine.drafter_digest() not in (None, drafter_digest(model))
         stale = engine.generate(asked)
-    fresh = NativeEngine.from_model(model, num_speculative_tokens=2, products="linear").generate(asked)
+    fresh = NativeEngine(model, num_speculative_tokens=2, products="linear").generate(asked)
     assert [c.token_ids for c in stale] == [c.token_ids for c in fresh]  # still lossless
     assert [c.accepted_per_depth for c in stale] != [c.accepted_per_depth for c in fresh]
 
@@ -501,7 +501,7 @@ def test_weights_changed_behind_our_back_show_in_the_digest(checkpoint: Path) ->
 
 def test_an_older_server_without_sessions(checkpoint: Path) -> None:
     model, asked = changed(), tiny.requests(tiny.prompts(3), max_tokens=8, temperature=0)
-    fresh = NativeEngine.from_model(model, num_speculative_tokens=2, products="linear").generate(asked)
+    fresh = NativeEngine(model, num_speculative_tokens=2, products="linear").generate(asked)
     with served(checkpoint, sessions=False) as (server, engine):
         assert engine.drafter_digest() is None
         engine.update_weights(named_weights(model), version=3)

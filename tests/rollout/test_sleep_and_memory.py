@@ -20,7 +20,7 @@ from tests.rollout import tiny
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(0, 61, 2)], ids=["full", "reduced"])
 def test_sleep_alone_keeps_the_drafter(vocabulary: Tensor | None) -> None:
     """No update comes between sleep and wake, so whatever sleep dropped would stay dropped: drafts made, none kept."""
-    engine = NativeEngine.from_model(
+    engine = NativeEngine(
         tiny.perfect_carrier(), products="linear", num_speculative_tokens=2, draft_vocabulary=vocabulary
     )
     asked = tiny.requests(tiny.prompts(4), max_tokens=12, temperature=0)
@@ -57,7 +57,7 @@ def test_a_weight_update_allocates_no_second_set_of_weights() -> None:
     model = tiny.carrier()
     trainer = TorchEngine(model)
     vocabulary = torch.arange(0, 61, 2)
-    engine = NativeEngine.from_model(model, products="linear", num_speculative_tokens=2, draft_vocabulary=vocabulary)
+    engine = NativeEngine(model, products="linear", num_speculative_tokens=2, draft_vocabulary=vocabulary)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)

@@ -14,7 +14,7 @@ from tests.rollout import tiny
 
 
 def engine_of(model: MTPCarrier, **settings: object) -> NativeEngine:
-    return NativeEngine.from_model(model, products="linear", num_speculative_tokens=2, **settings)  # type: ignore[arg-type]
+    return NativeEngine(model, products="linear", num_speculative_tokens=2, **settings)  # type: ignore[arg-type]
 
 
 def run(engine: NativeEngine) -> list[Completion]:

@@ -62,7 +62,7 @@ def check_text(model: PreTrainedModel, completions: list[Completion], greedy: bo
 
 def check_engine(model: MTPCarrier) -> None:
     """Batches that rows join and leave, prompts in pieces and shared, with and without drafts."""
-    engine = NativeEngine.from_model(model, products="linear", max_num_seqs=3, prefill_chunk_size=4)
+    engine = NativeEngine(model, products="linear", max_num_seqs=3, prefill_chunk_size=4)
     assert isinstance(engine.runner.trunk, ModuleTrunk)
     rows = tiny.prompts(7)
     accepted = rejected = 0
@@ -88,7 +88,7 @@ def test_other_trunks_write_what_the_model_would(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "deepseek_v3"])
 def test_updates_reach_every_weight_of_copied_modules(name: str) -> None:
     model = tiny.family_carrier(name)
-    engine = NativeEngine.from_model(model, products="linear", num_speculative_tokens=2)
+    engine = NativeEngine(model, products="linear", num_speculative_tokens=2)
     before = engine.drafter_digest()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_updates_reach_every_weight_of_copied_modules(name: str) -> None:
 def test_samples_of_one_prompt_share_its_state_only_while_it_stands_there(name: str) -> None:
     """Later samples start when the earlier ones have gone on, whose states are those of their own texts."""
     model = family(name)
-    engine = NativeEngine.from_model(model, products="linear", num_speculative_tokens=2, max_num_seqs=2)
+    engine = NativeEngine(model, products="linear", num_speculative_tokens=2, max_num_seqs=2)
     prompt = [7, 8]  # short, as the states forget
     wanted = [Request(str(count), prompt, SamplingParams(max_tokens=count, seed=count)) for count in (3, 11, 5, 7, 4)]
     check_text(model, engine.generate(wanted), greedy=False)
@@ -115,7 +115,7 @@ def test_samples_of_one_prompt_share_its_state_only_while_it_stands_there(name: 
 @pytest.mark.parametrize("kept", [1, 2, 3, 4])
 def test_rolling_back_leaves_the_states_of_the_accepted_tokens_alone(kept: int) -> None:
     """Against a row that reads the accepted tokens only, and never the others."""
-    runner = NativeEngine.from_model(family("qwen3_next"), products="linear").runner
+    runner = NativeEngine(family("qwen3_next"), products="linear").runner
     prompt, tokens = torch.tensor([[3, 1, 4, 1, 5]]), torch.tensor([[9, 2, 6, 5]])
 
     def states(keep: int, read: int) -> list[Tensor]:
@@ -137,7 +137,7 @@ def test_rolling_back_leaves_the_states_of_the_accepted_tokens_alone(kept: int) 
 def test_no_second_copy_of_the_weights_is_kept() -> None:
     """Granite's layers look like Llama's, so the engine's own are tried first; they go before the others come."""
     model = special("Granite")
-    engine = NativeEngine.from_model(model, products="linear")
+    engine = NativeEngine(model, products="linear")
     held = {id(linear) for linear in engine.runner.table.linears}
     used = {
         id(module)
@@ -159,9 +159,9 @@ def test_no_second_copy_of_the_weights_is_kept() -> None:
 )
 def test_families_that_are_refused_say_why(name: str, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
-        NativeEngine.from_model(tiny_trunk(name))
+        NativeEngine(tiny_trunk(name))
 
 
 def test_attention_with_more_than_a_mask_is_refused() -> None:
     with pytest.raises(UsageError, match="softcap"):
-        NativeEngine.from_model(tiny_trunk("Gemma2ForCausalLM", head_dim=8))
+        NativeEngine(tiny_trunk("Gemma2ForCausalLM", head_dim=8))

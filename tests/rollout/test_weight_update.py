@@ -15,7 +15,7 @@ ROWS = prompts(4)
 
 
 def made() -> NativeEngine:
-    return NativeEngine.from_model(carrier(), num_speculative_tokens=1, products="linear")
+    return NativeEngine(carrier(), num_speculative_tokens=1, products="linear")
 
 
 def changed(engine: NativeEngine) -> dict[str, Tensor]:

@@ -59,7 +59,7 @@ def make(model: MTPCarrier) -> Iterator[Callable[..., LocalWorker]]:
     made: list[LocalWorker] = []
 
     def worker(kind: type[NativeEngine] = NativeEngine, name: str = "w", capacity: int = 4) -> LocalWorker:
-        engine = kind.from_model(model, num_speculative_tokens=1, products="linear", max_num_seqs=4)
+        engine = kind(model, num_speculative_tokens=1, products="linear", max_num_seqs=4)
         made.append(LocalWorker(engine, capacity, name))
         return made[-1]
 

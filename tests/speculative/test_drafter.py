@@ -78,9 +78,7 @@ def test_cached_drafts_equal_uncached_ones(
     model = made(kind, layers=layers, repeat=repeat)
     depth = 3
     settings: dict[str, Any] = {"prefill_chunk_size": 2, "depth_control": Cycle()} if rows == 1 else {}
-    engine = NativeEngine.from_model(
-        model, products="linear", num_speculative_tokens=depth, max_num_seqs=rows, **settings
-    )
+    engine = NativeEngine(model, products="linear", num_speculative_tokens=depth, max_num_seqs=rows, **settings)
     steps: list[tuple[Tensor, list[Tensor], Drafts]] = []
     draft = Drafter.draft
 
@@ -122,7 +120,7 @@ def test_depth_one_acceptance_does_not_depend_on_k() -> None:
     model = tiny.perfect_carrier()
     rates = []
     for k in (1, 2, 4):
-        engine = NativeEngine.from_model(model, products="linear", num_speculative_tokens=k)
+        engine = NativeEngine(model, products="linear", num_speculative_tokens=k)
         done = engine.generate(tiny.requests(tiny.prompts(4), max_tokens=21, seed=9))
         rates.append(sum(c.accepted_per_depth[0] for c in done) / sum(c.drafted_per_depth[0] for c in done))  # type: ignore[index]
     assert rates == [1.0, 1.0, 1.0]

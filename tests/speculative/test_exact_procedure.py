@@ -58,7 +58,7 @@ def toy(draft_vocabulary: tuple[int, ...] | None, **settings: Any) -> NativeEngi
         distorted = torch.eye(16) + 0.25 * torch.randn(16, 16)
         model.mtp.layers[0].proj.weight.copy_(torch.cat([torch.zeros(16, 16), distorted], dim=1))
     words = None if draft_vocabulary is None else torch.tensor(draft_vocabulary)
-    return NativeEngine.from_model(model, products="linear", draft_vocabulary=words, max_num_seqs=512, **settings)
+    return NativeEngine(model, products="linear", draft_vocabulary=words, max_num_seqs=512, **settings)
 
 
 class Theory:

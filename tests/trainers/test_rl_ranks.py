@@ -174,7 +174,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks: Ranks, place: Path) -
 def native(seed: int) -> NativeEngine:
     mtp = MTPConfig(enable=True, enable_train=True, enable_rollout=True, num_layers=2)
     model = attach(make_model(seed), mtp, init="plain", seed=seed)
-    return NativeEngine.from_model(model, num_speculative_tokens=2, products="linear", max_num_seqs=4)
+    return NativeEngine(model, num_speculative_tokens=2, products="linear", max_num_seqs=4)
 
 
 def weights(seed: int) -> dict[str, Tensor]:

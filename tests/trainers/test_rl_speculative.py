@@ -102,7 +102,7 @@ class ForgetsDrafter(NativeEngine):
 def test_a_drafter_in_another_precision_is_in_sync(tmp_path: Path) -> None:
     made = speculative(settings(tmp_path, *DRAFT))
     assert isinstance(made.engine, TorchEngine)
-    made.rollout = NativeEngine.from_model(made.engine.model, dtype=torch.bfloat16, products="linear")
+    made.rollout = NativeEngine(made.engine.model, dtype=torch.bfloat16, products="linear")
     assert made.step(PROMPTS)["drafter_in_sync"] == 1.0 and not made.alarms.raised
 
 

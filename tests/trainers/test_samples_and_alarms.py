@@ -23,7 +23,7 @@ DRAFT = [*MTP, "mtp.enable_rollout=true", "trainer.total_steps=2"]
 
 def speculative(config: RLConfig) -> RLTrainer:
     made = trainer(config)
-    made.rollout = NativeEngine.from_model(made.engine.model, products="linear", num_speculative_tokens=2)  # type: ignore[attr-defined]
+    made.rollout = NativeEngine(made.engine.model, products="linear", num_speculative_tokens=2)  # type: ignore[attr-defined]
     return made
 
 
@@ -80,7 +80,7 @@ class Stale(NativeEngine):
 
 def mistaken(config: RLConfig) -> RLTrainer:
     made = trainer(config)
-    made.rollout = Stale.from_model(made.engine.model, products="linear", num_speculative_tokens=2)  # type: ignore[attr-defined]
+    made.rollout = Stale(made.engine.model, products="linear", num_speculative_tokens=2)  # type: ignore[attr-defined]
     return made
 
 

@@ -20,7 +20,6 @@ from forerun.models.carrier import MTPCarrier
 from forerun.mtp.config import AcceptanceRule
 from forerun.rollout.native.fitting import fit_runner
 from forerun.rollout.native.memory import default_cache_bytes
-from forerun.rollout.native.model import ModelRunner
 from forerun.rollout.native.products import Choice
 from forerun.rollout.native.requests import check_memory, check_stop_strings
 from forerun.rollout.native.run import Run
@@ -59,26 +58,59 @@ class _Call:
 class NativeEngine:
     """A `RolloutEngine` with its own copy of a model's weights.
 
+    Args:
+        model: a causal LM of a kind that the engine runs; one with an MTP block (`forerun.attach`, `forerun.load`) can
+            draft. Not kept.
+        tokenizer: the model's; requests with stop strings need it.
+        num_speculative_tokens: default is the model's `mtp_config`'s, 0 without a block.
+        depth_control: chooses, step by step, how many tokens up to num_speculative_tokens are drafted: None drafts as
+            many as that, "auto" learns on line what is fastest (`speculative.depth_control`).
+        acceptance: rule for requests with a temperature; default is the model's `mtp_config`'s.
+        draft_vocabulary: token ids to which drafts are restricted; drafting gets cheaper and stays lossless.
+        max_num_seqs: requests that run at once.
+        max_model_len: longest prompt + completion; default is the model's context.
+        prefill_chunk_size: prompt tokens per step.
+        kv_cache_memory_bytes: what the cache may grow to. Requests wait until they fit. Default is half of the memory
+            that is free when `generate` is called.
+        dtype: default is the model's.
+        device: default is the model's.
+        products: how products are computed on a CPU: "measure" times the spellings of `native.products`, some seconds
+            in a process; a spelling's name forces it, for runs that must round alike. Where `packed` wins, as it mostly
+            does, the weights are held twice.
+        seed: for requests that bring none.
+
     Attributes:
         num_speculative_tokens: most drafts per row and step; may be set between calls of `generate`, 0 switches
             drafting off.
         weight_version: version of the last `update_weights`, 0 before.
+
+    Raises:
+        UsageError: a setting that cannot be, or a model of a kind that the engine does not run.
     """
 
     def __init__(
         self,
-        runner: ModelRunner,
+        model: PreTrainedModel,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        num_speculative_tokens: int = 0,
+        num_speculative_tokens: int | None = None,
         depth_control: DepthControl | Literal["auto"] | None = None,
-        acceptance: AcceptanceRule = "rejection",
+        acceptance: AcceptanceRule | None = None,
+        draft_vocabulary: Tensor | None = None,
         max_num_seqs: int = 32,
         max_model_len: int | None = None,
         prefill_chunk_size: int = 512,
         kv_cache_memory_bytes: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        products: Choice = "measure",
         seed: int = 0,
     ) -> None:
+        mtp = model.mtp_config if isinstance(model, MTPCarrier) else None
+        if num_speculative_tokens is None:
+            num_speculative_tokens = mtp.num_speculative_tokens if mtp is not None else 0
+        if acceptance is None:
+            acceptance = mtp.acceptance if mtp is not None else "rejection"
         if max_num_seqs < 1 or prefill_chunk_size < 1:
             raise UsageError(
                 f"max_num_seqs={max_num_seqs}, prefill_chunk_size={prefill_chunk_size}: both must be above 0"
@@ -87,11 +119,13 @@ class NativeEngine:
             raise UsageError(f"acceptance={acceptance!r} must be one of {', '.join(get_args(AcceptanceRule))}")
         if isinstance(depth_control, str) and depth_control != "auto":
             raise UsageError(f"depth_control={depth_control!r} must be None, 'auto' or a DepthControl")
-        context = int(runner.config.max_position_embeddings)
+        self.runner = fit_runner(
+            model, dtype or model.dtype, torch.device(device or model.device), draft_vocabulary, products
+        )
+        context = int(self.runner.config.max_position_embeddings)
         if max_model_len is not None and not 1 < max_model_len <= context:
             raise UsageError(f"max_model_len={max_model_len} must lie between 2 and the model's context of {context}")
-        self.runner = runner
-        self.dtype: torch.dtype | None = runner.dtype
+        self.dtype: torch.dtype | None = self.runner.dtype
         self.tokenizer = tokenizer
         self.num_speculative_tokens = num_speculative_tokens
         self.depth_control = depth_control
@@ -109,72 +143,6 @@ class NativeEngine:
         self._joining = threading.Lock()  # no request joins a call that ends at this moment
         self._stepping = threading.RLock()  # held during a step, and by what may not happen during one
         self._update: WeightUpdate | None = None  # one that has not arrived whole
-
-    @classmethod
-    def from_model(
-        cls,
-        model: PreTrainedModel,
-        *,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        num_speculative_tokens: int | None = None,
-        depth_control: DepthControl | Literal["auto"] | None = None,
-        acceptance: AcceptanceRule | None = None,
-        draft_vocabulary: Tensor | None = None,
-        max_num_seqs: int = 32,
-        max_model_len: int | None = None,
-        prefill_chunk_size: int = 512,
-        kv_cache_memory_bytes: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        products: Choice = "measure",
-        seed: int = 0,
-    ) -> NativeEngine:
-        """Copy a model's weights into a new engine.
-
-        Args:
-            model: a causal LM of a kind that the engine runs; one with an MTP block (`forerun.attach`, `forerun.load`)
-                can draft.
-            tokenizer: the model's; requests with stop strings need it.
-            num_speculative_tokens: default is the model's `mtp_config`'s, 0 without a block.
-            depth_control: chooses, step by step, how many tokens up to num_speculative_tokens are drafted: None drafts
-                as many as that, "auto" learns on line what is fastest (`speculative.depth_control`).
-            acceptance: rule for requests with a temperature; default is the model's `mtp_config`'s.
-            draft_vocabulary: token ids to which drafts are restricted; drafting gets cheaper and stays lossless.
-            max_num_seqs: requests that run at once.
-            max_model_len: longest prompt + completion; default is the model's context.
-            prefill_chunk_size: prompt tokens per step.
-            kv_cache_memory_bytes: what the cache may grow to. Requests wait until they fit. Default is half of the
-                memory that is free when `generate` is called.
-            dtype: default is the model's.
-            device: default is the model's.
-            products: how products are computed on a CPU: "measure" times the spellings of `native.products`, some
-                seconds in a process; a spelling's name forces it, for runs that must round alike. Where `packed`
-                wins, as it mostly does, the weights are held twice.
-            seed: for requests that bring none.
-
-        Raises:
-            UsageError: the model is of a kind that the engine does not run.
-        """
-        mtp = model.mtp_config if isinstance(model, MTPCarrier) else None
-        if num_speculative_tokens is None:
-            num_speculative_tokens = mtp.num_speculative_tokens if mtp is not None else 0
-        if acceptance is None:
-            acceptance = mtp.acceptance if mtp is not None else "rejection"
-        runner = fit_runner(
-            model, dtype or model.dtype, torch.device(device or model.device), draft_vocabulary, products
-        )
-        return cls(
-            runner,
-            tokenizer=tokenizer,
-            num_speculative_tokens=num_speculative_tokens,
-            depth_control=depth_control,
-            acceptance=acceptance,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            prefill_chunk_size=prefill_chunk_size,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            seed=seed,
-        )
 
     @torch.inference_mode()
     def generate(

@@ -22,7 +22,7 @@ def launch(_: pytest.TempPathFactory, acceptance: AcceptanceRule) -> Iterator[Su
     model = tiny.carrier()
     words = {f"w{i:02d}": i for i in range(tiny.VOCAB)}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w00")))
-    engine = NativeEngine.from_model(
+    engine = NativeEngine(
         model,
         tokenizer=tokenizer,
         products="linear",

@@ -85,7 +85,7 @@ def gated(tmp_path: Path, *more: str) -> AsyncRLTrainer:
     options = [*ASYNC, *DRAFT, "rollout.max_response_length=24", "rollout.n=3", *more]
     config = settings(tmp_path, *options)
     engine = training_engine(config)
-    rollout = GatedEngine.from_model(engine.model, num_speculative_tokens=2, products="linear")
+    rollout = GatedEngine(engine.model, num_speculative_tokens=2, products="linear")
     assert isinstance(rollout, GatedEngine)
     size = config.train_batch_size * config.rollout.n  # a step's requests run together, and later ones behind them
     made = asynchronous(tmp_path, *options, engine=engine, workers=[LocalWorker(rollout, size, "gated")])

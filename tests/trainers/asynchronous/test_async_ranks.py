@@ -158,7 +158,7 @@ def through(named_tensors: NamedTensors) -> Iterator[Named]:
 
 def worker(config: RLConfig, kind: type[NativeEngine], name: str) -> LocalWorker:
     model = load_model(config.model, config.mtp, torch.device("cpu"), config.trainer.seed)
-    return LocalWorker(kind.from_model(model, num_speculative_tokens=2, products="linear"), 16, name)
+    return LocalWorker(kind(model, num_speculative_tokens=2, products="linear"), 16, name)
 
 
 def rank_loses_workers(group: dist.ProcessGroup, config: RLConfig) -> dict[str, Any]:

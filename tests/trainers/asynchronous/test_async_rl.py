@@ -164,7 +164,7 @@ class DyingEngine(NativeEngine):
 
 def dying_worker(made_for: list[str], name: str, tmp_path: Path) -> LocalWorker:
     engine = training_engine(settings(tmp_path, *made_for))
-    return LocalWorker(DyingEngine.from_model(engine.model, num_speculative_tokens=2, products="linear"), 4, name)
+    return LocalWorker(DyingEngine(engine.model, num_speculative_tokens=2, products="linear"), 4, name)
 
 
 def sound_worker(made_for: list[str], name: str, tmp_path: Path) -> LocalWorker:
