@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
@@ -64,6 +65,9 @@ def demo(
     """Run the whole loop on a real small model: attach, SFT, rollout, RL, export, report."""
 
     def work() -> int:
+        # GNU OpenMP reads it when torch is imported. Its threads wait for one another by spinning, by default for some
+        # 10 ms: where another program takes a core, decoding then waits for that one's time slices, and halves.
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
         from forerun.demo import DemoOptions, run
 
         chosen: dict[str, Any] = {} if head is None else {"head": head.value}

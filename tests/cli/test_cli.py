@@ -173,6 +173,25 @@ def test_version_and_help_import_nothing_heavy() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(("given", "seen"), [({}, "10000"), ({"GOMP_SPINCOUNT": "5"}, "5")])
+def test_the_demo_says_how_long_threads_spin_before_torch_is_there(given: dict[str, str], seen: str) -> None:
+    """Later nobody would read it."""
+    program = (
+        "import os, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch':\n"
+        "            print(os.environ.get('GOMP_SPINCOUNT'))\n"
+        "            sys.exit(0)\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        "from forerun.cli import main\n"
+        "main(['demo', '--out', 'nowhere'])\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"} | given
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"{seen}\n"), done.stderr
+
+
 def test_the_installed_command(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "forerun.cli", "sft", "missing.yaml"],
