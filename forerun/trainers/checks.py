@@ -40,15 +40,23 @@ def check_config(config: SFTConfig | RLConfig, has_data: bool, has_model: bool) 
             raise UsageError(f"trainer.output_dir={output}: {place} is a file, name a directory")
     if has_model:
         return
-    path = Path(config.model.path)
-    if path == _DEMO_MODEL and not path.exists():
-        raise UsageError(f"model.path={path} is not there: run `forerun demo`, which makes it, or set model.path")
+    check_demo_model(config.model.path)
     try:
-        reader = CheckpointReader(path)
+        reader = CheckpointReader(config.model.path)
     except UsageError as error:
         raise UsageError(f"model.path: {error}") from None
     if config.model.override_config:
         overridden_config(reader, config.model.override_config, config.model.trust_remote_code)
+
+
+def check_demo_model(path: str) -> None:
+    """Say to who starts with a recipe how the model comes about that it names.
+
+    Raises:
+        UsageError: the path is that of the demo's model, which is not there.
+    """
+    if Path(path) == _DEMO_MODEL and not Path(path).exists():
+        raise UsageError(f"model.path={path} is not there: run `forerun demo`, which makes it, or set model.path")
 
 
 def check_ranks(config: SFTConfig | RLConfig, num_ranks: int | None) -> None:

@@ -180,6 +180,7 @@ def test_fitting_leaves_room_for_what_is_not_a_tensor(sft: Path) -> None:
     [
         (["nowhere.yaml"], "no such configuration file: nowhere.yaml"),
         (["{sft}", "--hardware", "abacus"], "no spec sheet for hardware 'abacus'"),
+        (["{sft}", "--model", "forerun-demo/model"], "run `forerun demo`, which makes it"),
         (["{sft}", "--model", "nowhere"], "nowhere is neither a directory with a config.json"),
         (["{sft}", "mtp.enable_trian=true"], "did you mean mtp.enable_train?"),
         (["{sft}", "rollout.temprature=1"], "did you mean rollout.temperature?"),
