@@ -113,7 +113,13 @@ class MegatronEngine:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        objective = self._objective(temperature, self._depth_counts(batches), main=self.config.train_trunk)
+        objective = Objective(
+            self.mtp_config if self.train_mtp else None,
+            self._depth_counts(batches),
+            temperature,
+            self.config.chunk_size,
+            main=self.config.train_trunk,
+        )
         reports = self._schedule(batches, objective, partial(self._losses, loss_fn), forward_only=False)
         metrics: dict[str, float] = {}
         stats = None if not self.train_mtp else MTPStats.zeros(self._depths, self.device)
@@ -221,15 +227,6 @@ class MegatronEngine:
     def _finalize(self, chunks: list[Any], num_tokens: Tensor | None, **passed: Any) -> None:
         """Sum gradients over ranks, and leave it at that: megatron-core would divide by what it counted."""
         finalize_model_grads(chunks, None, **passed)
-
-    def _objective(self, temperature: float, counts: Sequence[int] | None, main: bool) -> Objective:
-        return Objective(
-            mtp=self.mtp_config if self.train_mtp else None,
-            counts=counts,
-            temperature=temperature,
-            chunk_size=self.config.chunk_size,
-            main=main,
-        )
 
     @property
     def _depths(self) -> int:
