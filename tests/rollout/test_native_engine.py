@@ -14,14 +14,10 @@ from forerun.errors import ForerunError, UsageError
 from forerun.models.attach import attach
 from forerun.models.carrier import named_weights
 from forerun.mtp.config import MTPConfig
-from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.native.sequence import Running
 from forerun.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
 from tests.rollout import tiny
-
-
-def engine_of(model: torch.nn.Module, **settings: object) -> NativeEngine:
-    return NativeEngine(model, **{"products": "linear", **settings})  # type: ignore[arg-type]
+from tests.rollout.tiny import engine_of
 
 
 def texts(completions: list[Completion]) -> list[list[int]]:

@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from forerun.errors import ForerunError, UsageError
 from forerun.models.carrier import MTPCarrier, named_weights
-from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.native.memory import grown
 from forerun.rollout.native.model import ModelRunner
 from forerun.rollout.native.run import Run
@@ -21,10 +19,7 @@ from forerun.rollout.protocol import Completion, Request, SamplingParams
 from forerun.speculative.depth_control import AdaptiveDepth
 from tests.rollout import tiny
 from tests.rollout.reference import SETTINGS, written
-
-
-def engine_of(model: PreTrainedModel, **settings: object) -> NativeEngine:
-    return NativeEngine(model, **{"products": "linear", **settings})  # type: ignore[arg-type]
+from tests.rollout.tiny import engine_of
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from forerun.models.attach import attach
 from forerun.models.carrier import MTPCarrier
 from forerun.mtp.config import MTPConfig
+from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import Request, SamplingParams
 from tests.families.tiny import VOCAB, tiny_trunk
 
@@ -66,6 +67,10 @@ def perfect_carrier() -> MTPCarrier:
         projection = model.mtp.layers[0].proj.weight
         projection.copy_(torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1))
     return model
+
+
+def engine_of(model: PreTrainedModel, **settings: object) -> NativeEngine:
+    return NativeEngine(model, **{"products": "linear", **settings})  # type: ignore[arg-type]
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
