@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import HrmTextConfig, HrmTextForCausalLM, PreTrainedModel
 
 import forerun.checkpoint.shards
 from forerun import MTPConfig, attach, load
@@ -47,8 +47,13 @@ def shown(path: Path) -> dict[str, Any]:
     return {file.name: file.read_text() for file in path.iterdir() if file.suffix != ".safetensors"}
 
 
-@pytest.mark.parametrize("how", ["loaded", "attached", "plain"])
-@pytest.mark.parametrize("name", TRUNKS)
+PLAIN = ["deepseek_v3", "qwen3_5_moe", "attached_gemma"]
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [*((name, how) for name in TRUNKS for how in ("loaded", "attached")), *((name, "plain") for name in PLAIN)],
+)
 def test_every_family_s_files_are_those_of_save_pretrained(tmp_path: Path, name: str, how: str) -> None:
     model = made(tmp_path, name, how)
     model.save_pretrained(tmp_path / "whole", max_shard_size=SHARD)
@@ -65,6 +70,22 @@ def test_every_family_s_files_are_those_of_save_pretrained(tmp_path: Path, name:
             sizes = {tensor: opened.get_tensor(tensor).nbytes for tensor in opened.keys()}  # noqa: SIM118 - no dict
         assert sum(sizes.values()) <= SHARD or len(sizes) == 1
         assert {tensor for tensor, where in index["weight_map"].items() if where == file.name} == sizes.keys()
+
+
+def test_tensors_that_files_hold_as_one_are_written_as_one(tmp_path: Path) -> None:
+    """Gate, queries, keys and values of a layer; gate and up projection."""
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    model = HrmTextForCausalLM(HrmTextConfig(vocab_size=61, num_hidden_layers=2, **sizes))
+    model.save_pretrained(tmp_path / "whole")
+    save_streamed(model, tmp_path / "parts", saved_tensors(model), SHARD)
+    expected = read(tmp_path / "whole")
+    assert same(read(tmp_path / "parts"), expected) and len(expected) < len(saved_tensors(model))
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "attached", "mimo"])
