@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from forerun.config import ModelConfig
@@ -87,6 +88,8 @@ def generate_text(model_path: Path, prompts: Sequence[str], options: GenerateOpt
     answers = Answers(tokenizer, [request.request_id for request in requests])
     # Where the answers themselves cannot be watched, a bar shows that work goes on.
     watched = sys.stdout.isatty() or not sys.stderr.isatty()
+    with torch.inference_mode():
+        engine.runner.tune()  # seconds of measuring, once: no part of the rate at which it answers
     started = time.perf_counter()
     with nullcontext() if watched else ProgressBar("generate", len(requests), "answers") as bar:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import forerun
 from forerun import cli
 from forerun.generation import Answers
+from forerun.rollout.native.model import ModelRunner
 from forerun.rollout.protocol import Completion
 from tests.families.tiny import tiny_trunk
 
@@ -57,6 +59,17 @@ def test_drafting_does_not_change_the_text(capsys: pytest.CaptureFixture[str], p
         assert ("acceptance length" in err[-1]) == (depth != "0")
     # With a block, drafting is the default.
     assert "acceptance length" in generate(capsys, carrying, *ask)[2][-1]
+
+
+def test_measuring_products_is_no_part_of_the_rate(
+    capsys: pytest.CaptureFixture[str], plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    tune, clock = ModelRunner.tune, time.perf_counter
+    monkeypatch.setattr(ModelRunner, "tune", lambda runner: (events.append("tune"), tune(runner))[1])
+    monkeypatch.setattr("forerun.generation.time.perf_counter", lambda: (events.append("clock"), clock())[1])
+    assert generate(capsys, plain, "--prompt", "abc", "--max-tokens", "2")[0] == 0
+    assert events.index("tune") < events.index("clock")
 
 
 def test_answers_are_told_apart_and_repeatable(capsys: pytest.CaptureFixture[str], plain: Path) -> None:
