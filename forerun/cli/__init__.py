@@ -79,8 +79,8 @@ def outcome(work: Work) -> int:
         return _fail(f"{message.rstrip('.')} (see {verb} --help)", UsageError.exit_code)
     except ForerunError as error:
         return _fail(str(error), error.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted; what was finished is kept", 130, label="")
+    except (KeyboardInterrupt, typer.Abort) as error:
+        return _fail(str(error) or "interrupted; what was finished is kept", 130, label="")
     except BrokenPipeError:  # the reader of our output left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ForerunError.exit_code

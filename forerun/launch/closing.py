@@ -1,11 +1,11 @@
-"""The last words of a run that has ended: where its model and its checkpoints are, and what to do with them."""
+"""The last words of a run: where its model and its checkpoints are, and what to do with them."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
 
-from forerun.engines.checkpoint_directory import checkpoints
+from forerun.engines.checkpoint_directory import checkpoints, latest_checkpoint
 from forerun.trainers.setup import EXPORTED
 
 
@@ -22,3 +22,13 @@ def closing_words(run_dir: Path) -> str:
         f'next: forerun generate --model {model} --prompt "What is 12 * 7?"\n'
         f"      forerun report {shlex.quote(str(run_dir))}"
     )
+
+
+def interrupted_words(run_dir: Path) -> str:
+    """Of a run that was interrupted: what the same command would do."""
+    newest = latest_checkpoint(run_dir)
+    if newest is None:
+        return (
+            "interrupted before its first checkpoint, so nothing is kept: trainer.save_freq=N writes one every N steps"
+        )
+    return f"interrupted; the same command goes on from {newest}"

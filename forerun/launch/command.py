@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from forerun.cluster import import_ray
 from forerun.config import RLConfig, SFTConfig
 from forerun.config_file import load_config
-from forerun.launch.closing import closing_words
+from forerun.launch.closing import closing_words, interrupted_words
 from forerun.launch.rank import check_device_count, is_rank, joined, run_as_rank
 from forerun.launch.ray_ranks import start_ranks as start_ray_ranks
 from forerun.launch.torchrun import start_ranks
@@ -28,11 +28,19 @@ def run(verb: Verb, path: Path, overrides: Sequence[str]) -> None:
     Raises:
         UsageError: a configuration that cannot be used, found before a process or a model is started.
         ForerunError: see the trainers, and `start_ranks`.
+        KeyboardInterrupt: says where the run would go on.
     """
     if is_rank():
         run_as_rank(partial(_run_rank, verb, path, overrides))
         return
     config = _load(verb, path, overrides)
+    try:
+        _start(config, verb, path, overrides)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(interrupted_words(Path(config.trainer.output_dir))) from None
+
+
+def _start(config: SFTConfig | RLConfig, verb: Verb, path: Path, overrides: Sequence[str]) -> None:
     if config.launch == "local":
         _train(config, None)
         return

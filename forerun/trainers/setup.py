@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -110,9 +111,14 @@ def _load_model(config: ModelConfig, mtp: MTPConfig, seed: int, init: Init, meta
         meta=meta,
     )
     if attach_new:
-        logger.warning("%s carries no MTP block: attaching a new one of depth %d", config.path, mtp.num_layers)
+        _say_attached(config.path, mtp.num_layers)
         model = attach(model, mtp, init=None if meta else init, seed=seed)
     return model
+
+
+@functools.cache  # a run may load its model again, for the rollouts or the reference policy
+def _say_attached(path: str, depth: int) -> None:
+    logger.warning("%s carries no MTP block: attaching a new one of depth %d", path, depth)
 
 
 def named_device(config: EngineConfig) -> torch.device | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import forerun
+from forerun import cli
 from forerun.config import RLConfig, SFTConfig
 from forerun.config_file import load_config
 from forerun.errors import UsageError
@@ -253,6 +254,27 @@ def rl_alone(place: Path) -> Path:
     return place / "rl-alone"
 
 
+def test_an_interrupted_run_says_where_it_would_go_on(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    step = SFTTrainer.step
+
+    def interrupted(trainer: SFTTrainer) -> dict[str, float]:
+        if trainer.engine.global_step == 3:
+            raise KeyboardInterrupt
+        return step(trainer)
+
+    monkeypatch.setattr(SFTTrainer, "step", interrupted)
+    for settings, words in (
+        (["trainer.save_freq=-1"], "interrupted before its first checkpoint, so nothing is kept: trainer.save_freq=N"),
+        ([], f"interrupted; the same command goes on from {place / 'interrupted' / 'checkpoint-2'}"),
+    ):
+        output = f"trainer.output_dir={place / 'interrupted'}"
+        assert cli.main(["sft", str(place / "run.yaml"), "data.val_files=[]", output, *settings]) == 130
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"forerun: {words}")
+
+
 @pytest.mark.parametrize("mode", [[], ASYNCHRONOUS], ids=["in turn", "asynchronous"])
 def test_two_ranks_of_rl_train_what_one_process_does(place: Path, rl_alone: Path, mode: list[str]) -> None:
     """Rank 0 alone starts the reward, which sees every response once, and writes."""
@@ -270,6 +292,7 @@ def test_two_ranks_of_rl_train_what_one_process_does(place: Path, rl_alone: Path
     ]
     assert responses[0] == responses[1]
     assert output.count("rl: 2 steps to do") == output.count("next: forerun generate --model") == 1
+    assert output.count("carries no MTP block") == 1  # though rank 0 loads it for training and for the rollouts
 
 
 def test_an_asynchronous_run_ends_when_rank_0_has_no_worker_left(place: Path, tmp_path: Path) -> None:
