@@ -14,7 +14,8 @@ KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 def tiny_model(
     kind: str = "llama", *, tied: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> PreTrainedModel:
-    return tiny_trunk(KINDS[kind], dtype=dtype, seed=seed, num_attention_heads=4, tie_word_embeddings=tied).train()
+    sizes = {"intermediate_size": 32, "num_attention_heads": 4}
+    return tiny_trunk(KINDS[kind], dtype=dtype, seed=seed, **sizes, tie_word_embeddings=tied).train()
 
 
 def token_rows(batch: int, length: int, seed: int = 0) -> Tensor:
