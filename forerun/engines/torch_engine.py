@@ -204,8 +204,7 @@ class TorchEngine:
                 (total if own else total * 0.0).backward()
         metrics = self.ranks.merge(metrics)
         if stats is not None:
-            found = self.ranks.reduce(stats).compute()
-            metrics.update({name: value for name, value in found.items() if value is not None})
+            metrics.update(self.ranks.reduce(stats).known())
         return metrics
 
     def _losses(
@@ -360,8 +359,7 @@ class TorchEngine:
         sums = self.ranks.merge(sums)
         figures = {"loss": sums["nll"] / sums["targets"]} if sums["targets"] else {}
         if stats is not None:
-            reduced = self.ranks.reduce(MTPStats(stats.sums.to(self.device))).compute()
-            figures.update({name: value for name, value in reduced.items() if value is not None})
+            figures.update(self.ranks.reduce(MTPStats(stats.sums.to(self.device))).known())
         return figures
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:

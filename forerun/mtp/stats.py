@@ -84,3 +84,7 @@ class MTPStats:
             length = None if chained is None or length is None else length + chained
         figures["mtp/acceptance_length"] = length
         return figures
+
+    def known(self) -> dict[str, float]:
+        """`compute` without what is None."""
+        return {name: value for name, value in self.compute().items() if value is not None}

@@ -80,7 +80,7 @@ class MTPCallback(TrainerCallback):
         stats = model.pop_mtp_stats() if isinstance(model, MTPCarrier) else None
         if stats is None or logs is None:
             return
-        figures = {name: value for name, value in stats.compute().items() if value is not None}
+        figures = stats.known()
         if self.grad_norm is not None:
             figures["mtp/grad_norm"] = self.grad_norm
         logs.update(figures)

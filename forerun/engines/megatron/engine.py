@@ -129,8 +129,7 @@ class MegatronEngine:
                 stats = stats.merge(MTPStats(sums))
         metrics = self.ranks.merge(metrics)
         if stats is not None:
-            reduced = self.ranks.reduce(stats).compute()
-            metrics.update({name: value for name, value in reduced.items() if value is not None})
+            metrics.update(self.ranks.reduce(stats).known())
         for name in ("loss", "mtp_loss"):
             if name in metrics and not torch.isfinite(torch.tensor(metrics[name])):
                 self._non_finite(name, metrics)
@@ -295,8 +294,7 @@ class MegatronEngine:
         totals = self.ranks.merge(totals)
         figures = {"loss": totals["nll"] / totals["targets"]} if totals.get("targets") else {}
         if stats is not None:
-            reduced = self.ranks.reduce(stats).compute()
-            figures.update({name: value for name, value in reduced.items() if value is not None})
+            figures.update(self.ranks.reduce(stats).known())
         return figures
 
     # ---- weights
