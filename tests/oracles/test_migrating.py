@@ -19,12 +19,23 @@ PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
 ROW = re.compile(r"^\| `([^`]+)` \| `([^`]+)` \|(.*)\|$", re.MULTILINE)
 
 
-def rows(section: str) -> list[tuple[str, str, str]]:
-    """(theirs, ours, what differs) of a section's table."""
+def rows(section: str) -> list[tuple[str, str]]:
+    """(theirs, ours) of a section's table, and of the names that a row says go likewise."""
     text = PAGE.read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
     found = ROW.findall(text)
     assert len(found) == text.count("\n| `") and found
-    return found
+    pairs = []
+    for theirs, ours, differs in found:
+        pairs.append((theirs, ours))
+        for name in re.findall(r"`([a-z_.]+)`", differs.partition("likewise")[2]):
+            pairs.append((_beside(theirs, name), _beside(ours, name)))
+    return pairs
+
+
+def _beside(key: str, name: str) -> str:
+    """The name in the key's section."""
+    section, dot, _ = key.rpartition(".")
+    return section + dot + name
 
 
 def has(config: Any, key: str) -> bool:
@@ -40,18 +51,8 @@ def has(config: Any, key: str) -> bool:
 @pytest.mark.parametrize("section", ["verl", "TRL", "Megatron-LM"])
 def test_our_names_exist(section: str) -> None:
     ours = [OmegaConf.to_container(OmegaConf.structured(config)) for config in (RLConfig, SFTConfig)]
-    missing = [key for _, key, _ in rows(section) if not any(has(config, key) for config in ours)]
+    missing = [key for _, key in rows(section) if not any(has(config, key) for config in ours)]
     assert not missing
-
-
-def test_names_that_go_likewise_exist() -> None:
-    """What a row says of other names: both sides have them under the sections of the row's own."""
-    ours = OmegaConf.to_container(OmegaConf.structured(RLConfig))
-    for theirs, key, differs in rows("verl"):
-        for name in re.findall(r"`([a-z_.]+)`", differs.partition("likewise")[2]):
-            name = "pipeline_model_parallel_size" if name == "pipeline_" else name
-            name = "virtual_pipeline_model_parallel_size" if name == "virtual_pipeline_" else name
-            assert has(ours, f"{key.rpartition('.')[0]}.{name}"), (theirs, name)
 
 
 def test_trls_names_exist() -> None:
@@ -59,7 +60,7 @@ def test_trls_names_exist() -> None:
     from trl import SFTConfig as TRLConfig
 
     theirs = {field.name for field in dataclasses.fields(GRPOConfig)}
-    assert {name for name, _, _ in rows("TRL")} <= theirs
+    assert {name for name, _ in rows("TRL")} <= theirs
     assert {"max_length", "packing", "num_train_epochs", "assistant_only_loss"} <= {
         field.name for field in dataclasses.fields(TRLConfig)
     }
@@ -69,7 +70,7 @@ def test_trls_names_exist() -> None:
 def test_verls_names_exist(verl_env: Path) -> None:
     folder = packages(verl_env) / "verl" / "trainer" / "config"
     theirs = [yaml.safe_load((folder / f"_generated_ppo_{kind}trainer.yaml").read_text()) for kind in ("", "megatron_")]
-    assert not [key for key, _, _ in rows("verl") if not any(has(config, key) for config in theirs)]
+    assert not [key for key, _ in rows("verl") if not any(has(config, key) for config in theirs)]
 
 
 @pytest.mark.oracle
@@ -78,6 +79,6 @@ def test_megatrons_arguments_exist(oracle: Callable[[str], Path]) -> None:
     files = [*(folder / "training").rglob("*.py"), *(folder / "core").glob("*.py")]
     files.append(folder / "core" / "transformer" / "transformer_config.py")
     text = "\n".join(file.read_text() for file in files)
-    for argument, _, _ in rows("Megatron-LM"):
+    for argument, _ in rows("Megatron-LM"):
         name = argument.removeprefix("--").replace("-", "_")
         assert argument in text or f"    {name}: " in text, argument
