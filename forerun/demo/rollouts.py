@@ -32,16 +32,19 @@ def compare_decoding(workspace: Workspace) -> dict[str, Any]:
     for batch_size in BATCH_SIZES:
         plain: list[list[int]] = []
         plain_rate = 0.0
-        with ProgressBar(f"rollout, batch {batch_size}", len(depths) * sum(lengths), "tokens") as progress:
-            for depth in depths:
-                engine.num_speculative_tokens = depth
-                engine.max_num_seqs = batch_size
-                # The first batch of a shape also measures how to compute it: not the decoding that is compared.
-                warm_up = [
+        for depth in depths:
+            # The first batch of a shape also measures how to compute it: not the decoding that is compared.
+            engine.num_speculative_tokens = depth
+            engine.max_num_seqs = batch_size
+            engine.generate(
+                [
                     Request(f"warm-up {i}", r.prompt_token_ids, SamplingParams(max_tokens=4, temperature=0))
                     for i, r in enumerate(requests[:batch_size])
                 ]
-                engine.generate(warm_up)
+            )
+        with ProgressBar(f"rollout, batch {batch_size}", len(depths) * sum(lengths), "tokens") as progress:
+            for depth in depths:
+                engine.num_speculative_tokens = depth
                 started = time.perf_counter()
                 completions = engine.generate(requests, on_tokens=lambda _, tokens: progress.advance(len(tokens)))
                 rate = sum(len(c.token_ids) for c in completions) / (time.perf_counter() - started)
