@@ -14,7 +14,7 @@ from forerun.planner.hardware import BYTES, DEVICES, Hardware, Precision, find
 from forerun.planner.plan import Plan, make_plan
 from forerun.planner.prompts import PROMPTS
 from forerun.planner.serving_memory import USABLE, Serving, serving
-from forerun.planner.shape import ModelShape, billions, load_shape
+from forerun.planner.shape import ModelShape, load_shape, shown_weights
 from forerun.planner.timeline import Span, parse
 
 _DEFAULT_DEPTH = 3
@@ -179,9 +179,11 @@ def _print(
     plan: Plan, shape: ModelShape, acceptance: list[float], options: PlanOptions, memory: Serving | None
 ) -> None:
     # The same count as that of `forerun plan train`.
-    size = f"{billions(shape.trunk + max(1, shape.depths) * shape.drafter.parameters)} weights, an MTP layer included"
+    size = (
+        f"{shown_weights(shape.trunk + max(1, shape.depths) * shape.drafter.parameters)} weights, an MTP layer included"
+    )
     if shape.active != shape.parameters:
-        size += f", {billions(shape.active)} active"
+        size += f", {shown_weights(shape.active)} active"
     where = options.hardware or "this machine, measured"
     devices = options.deployment.tensor_parallel
     print(f"{shape.name}: {size}, {shape.precision}; {where}{f' x {devices}' if devices > 1 else ''}")

@@ -86,7 +86,7 @@ class Plan:
     def sentence(self) -> str:
         """Whether to draft, and with which settings."""
         depth, gain = self.best_depth, self.run_speedups[self.best_depth]
-        until = "at any batch size" if self.break_even is None else f"below {self.break_even} rows"
+        until = "however large the batch" if self.break_even is None else f"below {self.break_even} rows"
         if self.break_even == 1:
             until = "at no batch size"
         if depth and gain >= WORTH:

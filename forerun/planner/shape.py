@@ -200,9 +200,10 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     return ModelShape(name, layers, drafter, hidden * vocab, precision, hidden, tied, depths)
 
 
-def billions(weights: int) -> str:
-    """A number of weights for people: 7.00 B, 0.135 B, 671 B."""
-    return f"{weights / 1e9:#.3g}".rstrip(".") + " B"
+def shown_weights(number: int) -> str:
+    """A number of weights for people: 7.00 B, 671 B, 135 M, 1.60 M."""
+    unit, name = (1e9, "B") if number >= 1e9 else (1e6, "M")
+    return f"{number / unit:#.3g}".rstrip(".") + f" {name}"
 
 
 def _layer(text: Mapping[str, Any], index: int, name: str) -> LayerShape:

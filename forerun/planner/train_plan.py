@@ -10,7 +10,7 @@ from forerun.planner.hardware import Hardware
 from forerun.planner.megatron_memory import megatron_peaks
 from forerun.planner.memory import Peak, static_parts, torch_peaks
 from forerun.planner.serving_memory import USABLE
-from forerun.planner.shape import billions
+from forerun.planner.shape import shown_weights
 from forerun.planner.traffic import Traffic, arithmetic_seconds, traffic
 from forerun.planner.training import TrainingRun
 
@@ -142,7 +142,7 @@ def describe(run: TrainingRun) -> str:
     elif run.depths:
         mtp += ", kept"
     batch = f"{run.rows} x {run.row_length} tokens a micro-batch, {run.micro_batches} of them a step"
-    return f"{billions(run.parameters)} weights, {run.layout}; {batch}; {mtp}" + (
+    return f"{shown_weights(run.parameters)} weights, {run.layout}; {batch}; {mtp}" + (
         "; recompute" if run.recompute else ""
     )
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from forerun.errors import UsageError
-from forerun.planner.shape import load_shape, shape_of
+from forerun.planner.shape import load_shape, shape_of, shown_weights
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -145,3 +145,17 @@ def test_what_is_no_model_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UsageError, match="cannot be read"):
         load_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (7832000000, "7.83 B"),
+        (7000000000, "7.00 B"),
+        (671026419200, "671 B"),
+        (134515008, "135 M"),
+        (1600000, "1.60 M"),
+    ],
+)
+def test_numbers_of_weights_for_people(number: int, words: str) -> None:
+    assert shown_weights(number) == words
