@@ -114,7 +114,7 @@ def test_bad_examples_are_named(tmp_path, tokenizer):
 def test_examples_that_are_too_long(tmp_path, tokenizer):
     rows = [
         {"prompt": "a", "response": "b"},
-        {"prompt": "a", "response": "b " * 50},
+        {"prompt": "a", "response": "b " * 70},
         {"prompt": "a " * 50, "response": "b"},
     ]
     path = write(tmp_path / "a.jsonl", rows)
