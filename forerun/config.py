@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from forerun.config_algorithm import AlgorithmConfig
-from forerun.config_async import AsyncTrainingConfig, check_async
+from forerun.config_async import AsyncTrainingConfig, check_async, check_patience
 from forerun.config_check import bounded
 from forerun.config_megatron import MegatronConfig
 from forerun.config_rollout import RolloutConfig, check_rollout
@@ -141,6 +141,10 @@ class DistributedConfig:
     timeout_s: float = bounded(1800.0, gt=0)
     # Seconds that ranks get to end after another one failed; then they are killed.
     shutdown_timeout_s: int = bounded(30, ge=0)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nnodes * self.nproc_per_node
 
     def validate(self, prefix: str) -> None:
         if self.nnodes > 1 and self.ray_address is not None and self.rdzv_endpoint is None:
@@ -295,6 +299,8 @@ class RLConfig:
         asynchronous = self.async_training.enable
         check_rollout(self.rollout, self.mtp, on_ray=self.launch == "ray" and asynchronous, asynchronous=asynchronous)
         check_async(self.async_training, self.algorithm, self.rollout, self.data.gen_batch_size, self.launch)
+        if asynchronous and self.launch == "ray" and self.distributed.num_ranks > 1:
+            check_patience(self.async_training, self.distributed.timeout_s)
 
 
 def _check_launch(launch: str, distributed: DistributedConfig) -> None:

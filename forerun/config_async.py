@@ -92,6 +92,23 @@ def check_async(
         )
 
 
+def check_patience(settings: AsyncTrainingConfig, timeout_s: float) -> None:
+    """Check that rank 0 gives up a worker before the other ranks, which wait for it meanwhile, give up rank 0.
+
+    Args:
+        settings: see there.
+        timeout_s: `distributed.timeout_s`.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if settings.worker_timeout_s >= timeout_s:
+        raise UsageError(
+            f"async_training.worker_timeout_s={settings.worker_timeout_s:g} with distributed.timeout_s={timeout_s:g}: "
+            "ranks that wait for rank 0 would fail before it gives up a worker: lower the first or raise the second"
+        )
+
+
 def with_sound_correction(settings: AsyncTrainingConfig, algorithm: AlgorithmConfig) -> AlgorithmConfig:
     """The section `algorithm` with `bypass_mode` decided.
 

@@ -186,7 +186,7 @@ def _with_sizes(found: FoundConfig, model: ModelConfig) -> dict[str, Any]:
 
 def _num_ranks(config: SFTConfig | RLConfig) -> int | None:
     """Ranks that share the run; None is one process."""
-    return None if config.launch == "local" else config.distributed.nnodes * config.distributed.nproc_per_node
+    return None if config.launch == "local" else config.distributed.num_ranks
 
 
 def _depths(config: SFTConfig | RLConfig, shape: ModelShape) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,20 +29,30 @@ def ray_workers(ray: Any, config: RLConfig) -> tuple[Sequence[RolloutWorker], Ca
         ForerunError: a worker does not start, or finds no place in `distributed.timeout_s`.
     """
     settings = config.async_training
-    make = partial(
-        start_workers,
-        ray,
-        partial(_engine, config, os.getcwd()),
-        RayWorkerSettings(
-            capacity=config.rollout.max_num_seqs,
-            num_cpus=settings.worker_num_cpus,
-            num_gpus=_num_gpus(ray, config),
-            bucket_bytes=config.rollout.update_weights_bucket_megabytes << 20,
-            start_timeout_s=config.distributed.timeout_s,
-            timeout_s=settings.worker_timeout_s,
-        ),
+    make = partial(start_workers, ray, partial(_engine, config, os.getcwd()))
+    first = RayWorkerSettings(
+        capacity=config.rollout.max_num_seqs,
+        num_cpus=settings.worker_num_cpus,
+        num_gpus=_num_gpus(ray, config),
+        bucket_bytes=config.rollout.update_weights_bucket_megabytes << 20,
+        start_timeout_s=config.distributed.timeout_s,
+        timeout_s=settings.worker_timeout_s,
     )
-    return make([f"ray-{number}" for number in range(settings.num_workers)]), lambda name: make([name])[0]
+    later = replace(first, start_timeout_s=replacing_s(config))
+    workers = make(first, [f"ray-{number}" for number in range(settings.num_workers)])
+    return workers, lambda name: make(later, [name])[0]
+
+
+def replacing_s(config: RLConfig) -> float:
+    """Seconds until a worker that takes a lost one's place must be there.
+
+    Several ranks wait for rank 0 meanwhile, `distributed.timeout_s` at most, and may have waited `worker_timeout_s`
+    already until the other one was lost. Half of the rest, as those before it may have taken their time, too.
+    """
+    timeout_s = config.distributed.timeout_s
+    if config.distributed.num_ranks == 1:
+        return timeout_s
+    return (timeout_s - config.async_training.worker_timeout_s) / 2
 
 
 def _num_gpus(ray: Any, config: RLConfig) -> float:

@@ -37,6 +37,14 @@ def test_what_it_cannot_do_is_one_line(tmp_path: Path, more: list[str], message:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_worker_is_given_up_before_the_ranks_that_wait_for_it(tmp_path: Path) -> None:
+    limits = [*ASYNC, "launch=ray", "distributed.timeout_s=600"]
+    with pytest.raises(UsageError, match=r"^async_training\.worker_timeout_s=600 with distributed\.timeout_s=600: "):
+        settings(tmp_path, *limits, "distributed.nproc_per_node=2")
+    for more in (["distributed.nproc_per_node=1"], ["async_training.worker_timeout_s=599"], ["launch=torchrun"]):
+        settings(tmp_path, *limits, "distributed.nproc_per_node=2", *more)
+
+
 @pytest.mark.parametrize("setting", ["max_staleness=2", "partial_rollout=false", "worker_num_gpus=0.5"])
 def test_its_settings_are_refused_where_it_is_off(tmp_path: Path, setting: str) -> None:
     with pytest.raises(UsageError, match=rf"^async_training\.{setting} is of async_training\.enable=true: set both"):
