@@ -16,9 +16,10 @@ def closing_words(run_dir: Path) -> str:
         run_dir: the run's trainer.output_dir.
     """
     model = shlex.quote(str(run_dir / EXPORTED))
-    kept = ", ".join(path.name for path in checkpoints(run_dir))
+    names = ", ".join(path.name for path in checkpoints(run_dir))
+    kept = f"; checkpoints: {names} in {shlex.quote(str(run_dir))}" if names else ""
     return (
-        f"model: {model}; checkpoints: {kept} in {shlex.quote(str(run_dir))}\n"
+        f"model: {model}{kept}\n"
         f'next: forerun generate --model {model} --prompt "What is 12 * 7?"\n'
         f"      forerun report {shlex.quote(str(run_dir))}"
     )
