@@ -58,7 +58,7 @@ class LocalWorker:
     def collect(self, timeout_s: float) -> list[Completion]:
         """See `RolloutWorker.collect`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._done or self._lost or self._error, timeout_s)
+            self._changed.wait_for(lambda: self._done or self._has_ended(), timeout_s)
             done, self._done = self._done, []
             if not done:  # what ended before the failure is good
                 self._check()
@@ -101,7 +101,12 @@ class LocalWorker:
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Holds the worker's lock, with the engine not generating."""
+        """Holds the worker's lock, with the engine not generating.
+
+        Raises:
+            WorkerLostError: the block raised a ForerunError other than a UsageError, or ran out of a device's memory;
+                the worker is lost.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._generating)
             self._check()
@@ -166,6 +171,9 @@ class LocalWorker:
             self._error = error
         self._generating = False
         self._changed.notify_all()
+
+    def _has_ended(self) -> bool:
+        return self._lost is not None or self._error is not None
 
     def _check(self) -> None:
         """Raise what ended the worker."""

@@ -38,7 +38,8 @@ class WorkerPool:
         self.workers = list(workers)
         self._replace = replace
         self._lost: list[str] = []
-        self._in_vain, self._most_in_vain = 0, _MOST_IN_VAIN * len(self.workers)  # replaced since the last answer
+        self._num_replaced = 0  # since the last answer
+        self._max_replaced = _MOST_IN_VAIN * len(self.workers)
         self._cause = ""
         self._clocks = {worker.name: _IdleClock() for worker in workers}
         self._reissued = 0
@@ -51,11 +52,12 @@ class WorkerPool:
     @property
     def can_recover(self) -> bool:
         """Whether there are workers, or will be after the next weight update."""
-        return bool(self.workers) or self._may_replace
+        return bool(self.workers) or self._maker is not None
 
     @property
-    def _may_replace(self) -> bool:
-        return self._replace is not None and self._in_vain < self._most_in_vain
+    def _maker(self) -> Callable[[str], RolloutWorker] | None:
+        """What makes another worker, as long as one is to be made."""
+        return self._replace if self._num_replaced < self._max_replaced else None
 
     def idle_seconds(self) -> float:
         """Time so far in which a worker had no request: the mean of those that are there."""
@@ -92,27 +94,36 @@ class WorkerPool:
                     answers.append(answer)
             self._note(worker, dispatch)
         if answers:
-            self._in_vain = 0
+            self._num_replaced = 0
         if not self.workers:
             time.sleep(patience)
         return answers
 
-    def generate(self, requests: Sequence[Request], dispatch: Dispatch) -> list[Completion] | None:
+    def generate(
+        self, requests: Sequence[Request], dispatch: Dispatch, answers: dict[str, Completion] | None = None
+    ) -> list[Completion] | None:
         """Complete these, with nothing else under way; in the requests' order. None: every worker is lost, and the next
         weight update may bring others.
+
+        Args:
+            requests: with different ids.
+            dispatch: a new one.
+            answers: those that are there, by request id; what is answered now is added. With the same ones the next
+                call asks for the rest only.
 
         Raises:
             ForerunError: no worker is left, and none comes.
         """
+        answers = {} if answers is None else answers
         for request in requests:
-            dispatch.add(request)
-        answers: dict[str, Completion] = {}
+            if request.request_id not in answers:
+                dispatch.add(request)
         while len(answers) < len(requests):
             if not self.can_recover:
                 raise self.all_lost()
             if not self.workers:
                 return None
-            answers |= {answer.request_id: answer for answer in self.serve(dispatch, at_once=True)}
+            answers.update({answer.request_id: answer for answer in self.serve(dispatch, at_once=True)})
         return [answers[request.request_id] for request in requests]
 
     def update_weights(self, weights: Callable[[], NamedTensors], version: int) -> None:
@@ -183,18 +194,18 @@ class WorkerPool:
             return None
 
     def _replace_lost(self) -> None:
-        if self._replace is None or not self._may_replace:
+        if (make := self._maker) is None:
             return
-        lost, self._lost = self._lost, []
-        for name in lost:
+        while self._lost:
             try:
-                worker = self._replace(name)
+                worker = make(self._lost[0])
             except ForerunError as error:
-                logger.warning("no rollout worker takes the place of %s: %s", name, error)
-                self._lost.append(name)
-                continue
+                # Nor would a further one find its place now, and everything waits meanwhile.
+                logger.warning("no rollout worker takes the place of %s: %s", self._lost[0], error)
+                return
+            del self._lost[0]
             self.workers.append(worker)
-            self._in_vain += 1
+            self._num_replaced += 1
             self._clocks.setdefault(worker.name, _IdleClock())
 
     def _note(self, worker: RolloutWorker, dispatch: Dispatch) -> None:

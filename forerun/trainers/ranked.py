@@ -7,6 +7,7 @@ and only the work is split: rollout engines answer a share of the prompts each, 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from forerun.engines.ranks import RankGroup
@@ -17,7 +18,7 @@ from forerun.trainers.judging import Scorer
 
 
 class RankedScorer:
-    """Scores on rank 0, for every rank.
+    """Scores on rank 0, for every rank. One call at a time reaches the scorer, from whichever threads they come.
 
     Args:
         ranks: all call `score` with the same requests.
@@ -29,10 +30,17 @@ class RankedScorer:
 
     def __init__(self, ranks: RankGroup, scorer: Scorer | None) -> None:
         self.ranks = ranks
-        self.scorer = scorer
+        self._scorer = scorer
+        self._lock = threading.Lock()
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        return self.ranks.on_first(lambda: self.scorer.score(requests) if self.scorer is not None else [])
+        return self.ranks.on_first(lambda: self.score_alone(requests))
+
+    def score_alone(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        """On rank 0, whose others do not call: the scores for itself."""
+        assert self._scorer is not None
+        with self._lock:
+            return self._scorer.score(requests)
 
 
 class RankedRollout:
@@ -87,16 +95,8 @@ class RankedRollout:
 
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         self._torn = True  # until all engines have the same
-        weights = iter(named_tensors)
-        failure: Exception | None = None
-        if self.engine is not None:
-            try:
-                self.engine.update_weights(weights, version)
-            except Exception as error:
-                failure = error
-        for _ in weights:  # gathering a weight takes every rank, those too that need it no more
-            pass
-        self.ranks.fail_together(failure)
+        engine = self.engine
+        self.ranks.take(named_tensors, None if engine is None else lambda made: engine.update_weights(made, version))
         self.weight_version = version
         self._torn = False
 

@@ -279,6 +279,26 @@ def test_the_last_worker_that_is_lost_in_an_update_is_replaced_in_it(
     assert [c.weight_versions for c in pool.generate(asked(1), Dispatch()) or []] == [[2] * 8]
 
 
+def test_where_one_finds_no_place_no_other_is_tried_until_the_next_update(
+    make: Callable[..., LocalWorker], model: MTPCarrier
+) -> None:
+    asked_for: list[str] = []
+
+    def replace(name: str) -> LocalWorker:
+        asked_for.append(name)
+        if len(asked_for) == 2:
+            raise ForerunError("no room")
+        return make(name=name)
+
+    pool = WorkerPool([make(name=name) for name in "abcd"], replace)
+    for worker in pool.workers[:3]:
+        pool._try(worker, None, raising)
+    pool.update_weights(lambda: named_weights(model), 1)
+    assert asked_for == ["a", "b"] and [worker.name for worker in pool.workers] == ["d", "a"]
+    pool.update_weights(lambda: named_weights(model), 2)
+    assert asked_for == ["a", "b", "b", "c"] and [worker.name for worker in pool.workers] == ["d", "a", "b", "c"]
+
+
 def test_workers_that_are_replaced_in_vain_end_it(make: Callable[..., LocalWorker], model: MTPCarrier) -> None:
     """One that answered in between begins the count anew."""
     kinds = iter([Refusing, Refusing, NativeEngine, *[Refusing] * 9])

@@ -128,9 +128,9 @@ class Rollouts:
             self._want_pause = self._paused = False
             self._changed.notify_all()
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion] | None:
+    def generate(self, requests: Sequence[Request], answers: dict[str, Completion]) -> list[Completion] | None:
         """While paused: complete these on all workers; see `WorkerPool.generate`."""
-        return self.pool.generate(requests, Dispatch(self._tokenizer))
+        return self.pool.generate(requests, Dispatch(self._tokenizer), answers)
 
     def state_dict(self) -> dict[str, Any]:
         """While paused: the whole account as JSON values, with what is written of unfinished responses."""

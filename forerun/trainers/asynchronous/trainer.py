@@ -7,7 +7,6 @@ the account and the reward; each step it hands all ranks the same groups, and th
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,7 @@ from forerun.config_async import with_sound_correction
 from forerun.data.prompts import Prompt
 from forerun.engines.protocol import TrainingEngine
 from forerun.errors import ForerunError, UsageError
-from forerun.rewards.protocol import RewardRequest, RewardResult
+from forerun.rewards.protocol import RewardResult
 from forerun.rollout.local_worker import LocalWorker
 from forerun.rollout.pool import WorkerPool
 from forerun.rollout.protocol import Completion, Request
@@ -96,8 +95,6 @@ class AsyncRLTrainer(RLRun):
         self, workers: Sequence[RolloutWorker], replace_worker: Callable[[str], RolloutWorker] | None
     ) -> None:
         config, settings = self.config, self.config.async_training
-        assert self.reward.scorer is not None
-        self.reward.scorer = self._scorer = _OneAtATime(self.reward.scorer)
         filtering = config.algorithm.filter_groups
         limit = filtering.max_num_gen_batches * config.train_batch_size if filtering.enable else 0
         self.ledger = Ledger(config.train_batch_size, config.rollout.n, settings.max_staleness)
@@ -161,8 +158,11 @@ class AsyncRLTrainer(RLRun):
         self, prompts: Sequence[Prompt], n: int | None = None, greedy: bool = False, first: int = 0
     ) -> list[Completion]:
         """See `RLRun.generate`."""
-        requests = self.requests.batch(prompts, self.rl_step, first, n, greedy)
-        while (found := self.first.does(partial(self._answer, requests))) is None:
+        answers: dict[
+            str, Completion
+        ] = {}  # kept over the loss of all workers, so each such loss has fewer left to ask
+        work = partial(self._answer, answers, prompts, n, greedy, first)
+        while (found := self.first.does(work)) is None:
             self._update_workers({})  # as above
         return found
 
@@ -200,9 +200,11 @@ class AsyncRLTrainer(RLRun):
         found = self.rollouts.next_step()
         return None if found is None else (*found, self.rollouts.num_ready())
 
-    def _answer(self, requests: Sequence[Request]) -> list[Completion] | None:
+    def _answer(
+        self, answers: dict[str, Completion], prompts: Sequence[Prompt], n: int | None, greedy: bool, first: int
+    ) -> list[Completion] | None:
         self._pause()
-        return self.rollouts.generate(requests)
+        return self.rollouts.generate(self.requests.batch(prompts, self.rl_step, first, n, greedy), answers)
 
     def _hand_over_weights(self) -> list[tuple[str, str | None]]:
         """Give them to every worker; returns the digests of the trained drafter and of each worker's, if they draft."""
@@ -247,7 +249,7 @@ class AsyncRLTrainer(RLRun):
         times: dict[str, float] = {}
         with timed(times, "judge"):
             texts = [response_text(self.tokenizer, completion) for completion in group.answers()]
-            rewards = self._scorer.score([reward_request(self.prompts[group.item], text) for text in texts])
+            rewards = self.reward.score_alone([reward_request(self.prompts[group.item], text) for text in texts])
         self._judge_s += times["judge"]
         return rewards
 
@@ -290,8 +292,8 @@ class AsyncRLTrainer(RLRun):
         """See `RLRun.load_state_dict`."""
         if "rollouts" not in state:
             raise ForerunError(
-                "the checkpoint is of a synchronous run: give another trainer.output_dir, or "
-                "async_training.enable=false"
+                "the checkpoint is of a synchronous run: give another trainer.output_dir, or set "
+                "async_training.enable=false and leave the other async_training keys out"
             )
         super().load_state_dict(state)
         self.first.does(lambda: self.rollouts.load_state_dict(state["rollouts"]))
@@ -307,15 +309,3 @@ class AsyncRLTrainer(RLRun):
                 worker.close()
             raise
         return made
-
-
-class _OneAtATime:
-    """A scorer for two threads: the rollouts' judge, and the trainer with its held-out prompts."""
-
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
-        self._lock = threading.Lock()
-
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        with self._lock:
-            return self._scorer.score(requests)

@@ -225,6 +225,46 @@ def test_held_out_prompts_are_answered_by_the_worker_that_takes_the_last_ones_pl
         assert made.evaluate()["val/reward_mean"] == expected["val/reward_mean"]
 
 
+class Poisoned(NativeEngine):
+    """Dies of one request, when it has answered all others."""
+
+    poison = "0-2-0"
+    answered: list[str]
+
+    def generate(self, requests: Any, on_finish: Any = None, _: Any = None) -> Any:
+        sound = [request for request in requests if request.request_id != self.poison]
+        self.answered += [request.request_id for request in sound]
+        done = super().generate(sound, on_finish) if sound else []
+        if len(sound) < len(requests):
+            raise ForerunError("the power is gone")
+        return done
+
+
+def test_a_held_out_prompt_that_kills_every_worker_ends_the_run(tmp_path: Path) -> None:
+    """That workers answer the others makes none of their replacements one that was not in vain."""
+    more = [*ASYNC, *DRAFT]
+    answered: list[str] = []
+    replaced: list[str] = []
+
+    def mortal(name: str) -> LocalWorker:
+        engine = Poisoned(training_engine(settings(tmp_path, *more)).model, num_speculative_tokens=2, products="linear")
+        engine.answered = answered
+        return LocalWorker(engine, 4, name)
+
+    def replace_worker(name: str) -> LocalWorker:
+        assert len(replaced) < 20, "this would go on for ever"
+        replaced.append(name)
+        return mortal(name)
+
+    objects = {"eval_prompts": PROMPTS, "workers": [mortal("mortal")], "replace_worker": replace_worker}
+    made = asynchronous(tmp_path, *more, **objects)
+    lost = r"^every rollout worker is lost: rollout worker mortal: the power is gone"
+    with closing(made), pytest.raises(ForerunError, match=lost):
+        made.evaluate()
+    assert replaced == ["mortal"] * 3
+    assert sorted(answered) == [f"0-{place}-0" for place in range(len(PROMPTS)) if place != 2]  # once each
+
+
 def test_workers_end_where_the_next_one_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[NativeEngine] = []
 
