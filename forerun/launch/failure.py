@@ -16,11 +16,7 @@ LAST_LINES = 25
 
 
 class RankFailedError(ForerunError):
-    """One rank failed, and with it the run."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+    """One rank failed, and with it the run, which exits with 1 whatever the rank's exit code was."""
 
 
 def name_of(rank: int, local_rank: int, pid: int, host: str) -> str:
@@ -32,7 +28,7 @@ def error_of(where: str, exit_code: int, said: str) -> ForerunError:
     """The run's error, of what a rank raised."""
     if exit_code == UsageError.exit_code:
         return UsageError(said)
-    return RankFailedError(f"{where} failed with exit code {exit_code}: {said}", exit_code)
+    return RankFailedError(f"{where} failed with exit code {exit_code}: {said}")
 
 
 def show_last_lines(rank: int, lines: Sequence[str]) -> None:

@@ -106,7 +106,7 @@ def start_ranks(
         more_cpus: that `work` will ask Ray for itself.
 
     Raises:
-        RankFailedError: the first rank that failed; its last lines are on stderr then. Its exit code is the rank's.
+        RankFailedError: the first rank that failed; its last lines are on stderr then.
         UsageError: Ray is not installed, or what the ranks were given cannot be used.
         ForerunError: Ray does not start or answer, or has no room for the ranks within `timeout_s`.
     """
@@ -215,8 +215,7 @@ def _reported(rank: int, local_rank: int, place: _Place, raised: _Raised | None)
         elsewhere = "" if place.host == socket.gethostname() else f" (on {place.host})"
         return error_of(where, raised.exit_code, raised.said + elsewhere)
     return RankFailedError(
-        f"{where} was killed, or ended without a word: the system kills so when memory runs out (dmesg)",
-        ForerunError.exit_code,
+        f"{where} was killed, or ended without a word: the system kills so when memory runs out (dmesg)"
     )
 
 

@@ -33,7 +33,7 @@ def start_ranks(arguments: Sequence[str], config: DistributedConfig) -> None:
     """Run `forerun *arguments` as every rank of this machine, until all have ended.
 
     Raises:
-        RankFailedError: the first rank that failed; its last lines are on stderr then. Its exit code is the rank's.
+        RankFailedError: the first rank that failed; its last lines are on stderr then.
         UsageError: what the ranks were given cannot be used.
         ForerunError: the machines did not meet in time.
         KeyboardInterrupt: this process was asked to end; the ranks have.
@@ -102,8 +102,8 @@ def _reported(rank: int, failure: ProcessFailure) -> ForerunError:
         return error_of(where, failure.exitcode, raised["message"])
     if failure.exitcode < 0:
         mend = ": the system kills so when memory runs out (dmesg)" if failure.exitcode == -signal.SIGKILL else ""
-        return RankFailedError(f"{where} was killed by {failure.signal_name()}{mend}", ForerunError.exit_code)
-    return RankFailedError(f"{where} ended with exit code {failure.exitcode} and did not say why", failure.exitcode)
+        return RankFailedError(f"{where} was killed by {failure.signal_name()}{mend}")
+    return RankFailedError(f"{where} ended with exit code {failure.exitcode} and did not say why")
 
 
 def _last_lines(failure: ProcessFailure, logs: Path) -> list[str]:
