@@ -21,20 +21,27 @@ from typing import Any
 
 from forerun.errors import ForerunError, UsageError, one_line
 
+logger = logging.getLogger(__name__)
+
 # A bucket of weights must fit several times; the memory is taken only as it is used.
 OBJECT_STORE_BYTES = 1 << 30
 _PASSED_ON = ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")
 _CONNECT_S = 10.0
-# Removes a directory when its standard input ends. Processes that are just ending may still write there.
+# Removes a directory when its standard input ends. Processes that are just ending may still write there, and make it
+# anew: it has gone once it is not there for a second.
 _REMOVE = """
 import os, shutil, sys, time
 sys.stdin.read()
+absent = 0
 for _ in range(600):
     shutil.rmtree(sys.argv[1], ignore_errors=True)
-    if not os.path.exists(sys.argv[1]):
+    absent = 0 if os.path.exists(sys.argv[1]) else absent + 1
+    if absent == 10:
         break
     time.sleep(0.1)
 """
+# How long the end of a block waits for that.
+_REMOVED_S = 5.0
 
 
 def import_ray() -> Any:
@@ -111,14 +118,18 @@ def connected(address: str | None, cpus: int) -> Iterator[Any]:
 
 @contextmanager
 def _folder() -> Iterator[str]:
-    """A directory that a process beside this one removes at the end of the block, or of this process."""
+    """A directory that a process beside this one removes at the end of the block, or of this process. If that takes
+    long it says so, and the block ends before it."""
     folder = tempfile.mkdtemp(prefix="ray-")
     command = [sys.executable, "-I", "-S", "-c", _REMOVE, folder]
     remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield folder
     finally:
-        remover.communicate()
+        try:
+            remover.communicate(timeout=_REMOVED_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("processes of Ray still write into %s: it is removed within a minute", folder)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from forerun.cluster import import_ray
@@ -16,8 +17,8 @@ from forerun.launch.closing import closing_words, interrupted_words
 from forerun.launch.rank import check_device_count, is_rank, joined, run_as_rank
 from forerun.launch.ray_ranks import start_ranks as start_ray_ranks
 from forerun.launch.torchrun import start_ranks
-from forerun.trainers.checks import check_config, check_ranks
-from forerun.trainers.setup import resolve_device
+from forerun.trainers.checks import check_config, check_layout, check_ranks
+from forerun.trainers.setup import named_device, resolve_device
 
 Verb = Literal["sft", "rl"]
 
@@ -45,9 +46,10 @@ def _start(config: SFTConfig | RLConfig, verb: Verb, path: Path, overrides: Sequ
         _train(config, None)
         return
     settings = config.distributed
-    check_ranks(config, settings.nnodes * settings.nproc_per_node)
-    is_elsewhere = config.launch == "ray" and settings.ray_address is not None
-    if not is_elsewhere:
+    if config.launch == "ray" and settings.ray_address is not None:  # on machines that need not be like this one
+        check_layout(config, settings.num_ranks, named_device(config.engine) or torch.device("cuda"))
+    else:
+        check_ranks(config, settings.num_ranks)
         check_config(config, has_data=False, has_model=False)
         if resolve_device(config.engine).type == "cuda":
             check_device_count(settings.nproc_per_node)

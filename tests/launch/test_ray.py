@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +24,17 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import forerun
-from forerun.cluster import connected
+from forerun.cluster import _folder, connected
 from forerun.config import DistributedConfig, RLConfig, SFTConfig
 from forerun.config_file import load_config
 from forerun.errors import ForerunError, UsageError
 from forerun.launch.command import run
-from forerun.launch.failure import RankFailedError, trace_lines
+from forerun.launch.failure import RankFailedError, error_of, trace_lines
 from forerun.launch.ray_ranks import _Place, _Rank, _reported, start_ranks
 from forerun.rollout.protocol import Request
 from forerun.rollout.ray_worker import RayWorker
 from forerun.trainers.asynchronous.trainer import AsyncRLTrainer
-from forerun.trainers.ray_workers import ray_workers
+from forerun.trainers.ray_workers import ray_workers, replacing_s
 from forerun.trainers.rl import RLTrainer
 from forerun.trainers.sft import SFTTrainer
 from tests.kills.runs import write_run
@@ -136,6 +138,11 @@ def test_what_a_rank_cannot_use_has_its_own_exit_code(monkeypatch: pytest.Monkey
     assert str(report) == "no such file: /nowhere.jsonl (on here)"
     place.host = os.uname().nodename
     assert str(_reported(0, 0, place, raised)) == "no such file: /nowhere.jsonl"
+    other = error_of("rank 1", 3, "gone")  # and no failure passes for one, or for a success
+    assert isinstance(other, RankFailedError) and (other.exit_code, str(other)) == (
+        1,
+        "rank 1 failed with exit code 3: gone",
+    )
 
 
 def test_ranks_without_room_are_refused_in_time(ray: Any) -> None:
@@ -179,6 +186,24 @@ def test_a_rollout_worker_that_is_killed_costs_no_response(ray: Any, tmp_path: P
     assert len(trained) == len(wanted) and set(trained) == wanted
     assert metrics["requests_reissued"] > 0 and set(held) <= wanted  # type: ignore[operator]
     assert metrics["rollout_workers"] == 2 and metrics["drafter_in_sync"] == 1
+
+
+def test_ranks_do_not_wait_for_a_worker_that_finds_no_place_as_long_as_they_wait_at_all(
+    ray: Any, tmp_path: Path
+) -> None:
+    limits = ["async_training.worker_timeout_s=60", "distributed={nproc_per_node: 2, timeout_s: 62}"]
+    config = load_config(RLConfig, write_run("rl", tmp_path, 1), [*ASYNC, *limits])
+    assert replacing_s(config) == 1
+    assert replacing_s(replace(config, distributed=replace(config.distributed, nproc_per_node=1))) == 62
+    workers, replace_worker = ray_workers(ray, config)
+    holder = ray.remote(lambda: time.sleep(1000)).options(num_cpus=ray.cluster_resources()["CPU"] - 1).remote()
+    try:
+        with pytest.raises(ForerunError, match=r"no answer to start within 1 s; it asks Ray for 1 CPU"):
+            replace_worker(workers[0].name)
+    finally:
+        ray.cancel(holder, force=True)
+        for each in workers:
+            each.close()
 
 
 def test_an_asynchronous_run_is_launched(ray: Any, tmp_path: Path) -> None:
@@ -299,6 +324,30 @@ def test_sigterm_interrupts_as_ctrl_c_does_and_a_kill_leaves_no_files(end: signa
         shutil.rmtree(short, ignore_errors=True)
 
 
+def test_files_that_are_written_once_more_are_removed_too(tmp_path: Path) -> None:
+    with _folder() as folder:
+        shutil.rmtree(folder)  # as if its remover had found it gone already
+        writer = threading.Timer(0.3, _write_into, [folder])
+        writer.start()
+    writer.join()
+    assert not os.path.exists(folder)
+
+
+def test_the_end_does_not_wait_for_files_that_are_written_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("forerun.cluster._REMOVED_S", 0.1)
+    with _folder() as folder:
+        pass
+    assert f"processes of Ray still write into {folder}: it is removed within a minute" in caplog.text
+    _wait(lambda: not os.path.exists(folder))
+
+
+def _write_into(folder: str) -> None:
+    os.makedirs(folder)
+    Path(folder, "late.log").write_text("bye")
+
+
 def _wait(until: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not until():
@@ -323,6 +372,29 @@ def test_an_address_without_ray_is_one_line(address: str, message: str, monkeypa
     with pytest.raises(ForerunError, match=message) as refused:
         start_ranks(_refuse, config, wants_cuda=False)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["engine.device=cuda"], r"nobody answers at distributed.ray_address=127.0.0.1:1"),
+        (["engine.device=auto", "engine.cpu_offload=true"], r"nobody answers at distributed.ray_address=127.0.0.1:1"),
+        (["engine.device=cuda", "engine.fsdp_size=3"], "engine.fsdp_size=3 must divide the number of ranks, 2"),
+        (["engine.device=cuda:0"], "engine.device=cuda:0 would put every rank there"),
+        (["engine.device=cpu", "engine.cpu_offload=true"], "engine.device is the CPU already"),
+    ],
+)
+def test_ranks_elsewhere_may_have_gpus_that_this_machine_has_not(
+    settings: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    there = ["launch=ray", "distributed={nproc_per_node: 2, ray_address: '127.0.0.1:1'}"]
+    with pytest.raises(ForerunError, match=message):
+        run("sft", write_run("sft", tmp_path, 1), [*there, *settings])
 
 
 def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
