@@ -158,9 +158,8 @@ class AsyncRLTrainer(RLRun):
         self, prompts: Sequence[Prompt], n: int | None = None, greedy: bool = False, first: int = 0
     ) -> list[Completion]:
         """See `RLRun.generate`."""
-        answers: dict[
-            str, Completion
-        ] = {}  # kept over the loss of all workers, so each such loss has fewer left to ask
+        # Rank 0's, kept when every worker is lost: the next ones that answer nothing new were replaced in vain.
+        answers: dict[str, Completion] = {}
         work = partial(self._answer, answers, prompts, n, greedy, first)
         while (found := self.first.does(work)) is None:
             self._update_workers({})  # as above

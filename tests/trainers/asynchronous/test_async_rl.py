@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.engines.ranks import RankGroup
 from forerun.engines.torch_engine import TorchEngine
 from forerun.errors import ForerunError
 from forerun.report.metric_names import describe
@@ -27,6 +28,7 @@ from forerun.rollout.scoring import score_texts
 from forerun.trainers.asynchronous.ledger import Group
 from forerun.trainers.asynchronous.stored import restored_completion
 from forerun.trainers.asynchronous.trainer import AsyncRLTrainer
+from forerun.trainers.ranked import RankedScorer
 from forerun.trainers.rollout_engines import make_rollout_engine
 from tests.trainers.asynchronous.runs import (
     ASYNC,
@@ -223,6 +225,27 @@ def test_held_out_prompts_are_answered_by_the_worker_that_takes_the_last_ones_pl
     made = asynchronous(tmp_path, *more, **objects, replace_worker=lambda name: sound_worker(more, name, tmp_path))
     with closing(made):
         assert made.evaluate()["val/reward_mean"] == expected["val/reward_mean"]
+
+
+def test_judge_and_evaluation_do_not_score_at_once() -> None:
+    both = threading.Barrier(2)
+    met: list[bool] = []
+
+    class Meets:
+        def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+            try:
+                both.wait(0.2)
+                met.append(True)
+            except threading.BrokenBarrierError:
+                met.append(False)
+            return []
+
+    scorer = RankedScorer(RankGroup(), Meets())
+    judge = threading.Thread(target=scorer.score_alone, args=([],))
+    judge.start()
+    scorer.score([])
+    judge.join()
+    assert met == [False, False]
 
 
 class Poisoned(NativeEngine):
