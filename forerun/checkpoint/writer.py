@@ -96,23 +96,25 @@ def _make_way(scratch: Path, target: Path, names: set[str]) -> None:
             files = {name: old.file_of(name) for name in old.tensor_names}
             moved = {file: _aside(file) for file in sorted({*names, SINGLE} & set(files.values()))}
             for file, aside in moved.items():
-                (target / aside).unlink(missing_ok=True)
-                os.link(target / file, target / aside)
-            _set_index(target, {name: moved.get(file, file) for name, file in files.items()})
+                os.link(target / file, scratch / aside)
+                os.replace(scratch / aside, target / aside)
+            _set_index(scratch, target, {name: moved.get(file, file) for name, file in files.items()})
             (target / SINGLE).unlink(missing_ok=True)
         elif (target / INDEX).exists():  # the new file counts as soon as it is there
-            tensors = CheckpointReader(scratch).tensor_names
-            (target / _aside(SINGLE)).unlink(missing_ok=True)
-            os.link(scratch / SINGLE, target / _aside(SINGLE))
-            _set_index(target, dict.fromkeys(tensors, _aside(SINGLE)))
+            CheckpointReader(target)
+            tensors, aside = CheckpointReader(scratch).tensor_names, _aside(SINGLE)
+            os.link(scratch / SINGLE, scratch / aside)
+            (target / SINGLE).unlink(missing_ok=True)  # a kill left it; some read it first, and some the index
+            os.replace(scratch / aside, target / aside)  # over what counts, if a kill left that too
+            _set_index(scratch, target, dict.fromkeys(tensors, aside))
 
 
 def _aside(file: str) -> str:
     return "model-900001-of-900001.safetensors" if file == SINGLE else file.replace("model-", "model-9", 1)
 
 
-def _set_index(target: Path, weight_map: Mapping[str, str]) -> None:
-    beside = target / f".{INDEX}.part"
+def _set_index(scratch: Path, target: Path, weight_map: Mapping[str, str]) -> None:
+    beside = scratch / f".{INDEX}.part"
     beside.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
     os.replace(beside, target / INDEX)
 

@@ -14,8 +14,8 @@ import shutil
 import signal
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from forerun.engines.random_state import random_state
 from forerun.engines.ranks import RankGroup
 from forerun.engines.saving import Saver, Tensors
 from forerun.engines.state import SavedState, state_document, write_state
+from tests.instants import at_every_instant, die_at, ended, forked
 
 WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
@@ -57,15 +58,9 @@ def be_rank(rank: int, run: Path, directory: Path, victim: int, instant: int) ->
     )
     mesh = DeviceMesh("cpu", [0, 1])
     given = tensors(2.0, mesh)
-    passed = itertools.count()
-
-    def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        seen = event in WATCHED and str(arguments[0]).startswith(f"{run}{os.sep}")
-        if rank == victim and seen and next(passed) == instant:
-            os.kill(os.getpid(), signal.SIGKILL)
-
     saver = Saver(RankGroup(mesh))
-    sys.addaudithook(watch)
+    if rank == victim:
+        at_every_instant(WATCHED, run, die_at(instant))
     try:
         save(saver, directory, given, wait=False)
         for group in given.values():
@@ -79,16 +74,8 @@ def be_rank(rank: int, run: Path, directory: Path, victim: int, instant: int) ->
 
 def killed_at(run: Path, directory: Path, victim: int, instant: int) -> bool:
     """Whether the victim lived that long."""
-    children = []
-    for rank in range(2):
-        child = os.fork()
-        if child == 0:
-            try:
-                be_rank(rank, run, directory, victim, instant)
-            finally:
-                os._exit(4)
-        children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    children = [forked(partial(be_rank, rank, run, directory, victim, instant)) for rank in range(2)]
+    codes = [ended(child) for child in children]
     Path(f"{run}.store").unlink(missing_ok=True)
     if codes == [0, 0]:
         return False

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import shutil
-import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +26,7 @@ from forerun.models.saving import save_streamed, saved_tensors
 from tests.families.handmade import checkpoint, read
 from tests.families.test_round_trip import attached, plain_trunk, same
 from tests.families.tiny import TRUNKS, tiny_trunk
+from tests.models.killed_exports import CASES, MANY, ONE, changed
 from tests.models.tiny import tiny_model
 from tests.planner.live import LiveBytes
 
@@ -130,64 +129,31 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# Bytes to a file that make 4, 2 and 1 of such a model.
-MANY, FEW, ONE = 13_000, 25_000, 1 << 30
-
-
-def changed(value: float) -> PreTrainedModel:
-    model = attach(tiny_model(dtype=torch.float32), MTPConfig(enable=True))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    return model
-
-
-def killed_at(instant: int, model: PreTrainedModel, directory: Path, size: int) -> bool:
-    """Save in another process, which dies just before so many renames, links and deletions; whether there were so many.
-
-    What it writes before the first of them has another name.
-    """
-    child = os.fork()
-    if child == 0:
-        passed = itertools.count()
-
-        def watch(event: str, arguments: tuple[Any, ...]) -> None:
-            seen = event in ("os.rename", "os.link", "os.remove")
-            if seen and str(arguments[0]).startswith(str(directory.parent)) and next(passed) == instant:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        try:
-            torch.set_num_threads(1)
-            sys.addaudithook(watch)
-            save_streamed(model, directory, saved_tensors(model), size)
-        finally:
-            os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
-
-
-@pytest.mark.parametrize(("before", "after"), [(MANY, MANY), (MANY, FEW), (ONE, MANY), (MANY, ONE), (None, MANY)])
-def test_a_kill_at_any_instant_leaves_the_one_or_the_other(tmp_path: Path, before: int | None, after: int) -> None:
-    """In the place of a model in as many files, in one, or in several; and where there was none."""
-    old, new = changed(1.0), changed(2.0)
-    if before is not None:
-        save_streamed(old, tmp_path / "old", saved_tensors(old), before)
-    found = []
-    for instant in itertools.count():
-        place = tmp_path / "at" / "out"
-        if before is not None:
-            shutil.copytree(tmp_path / "old", place)
-        died = killed_at(instant, new, place, after)
-        if before is not None or place.exists():
-            values = {float(value) for _, tensor in named_weights(load(place)) for value in tensor.unique()}
-            assert len(values) == 1, (instant, values)
-            found.append(values.pop())
-        save_streamed(old, place, saved_tensors(old), MANY)  # clears up
-        index = json.loads((place / INDEX).read_text())
-        assert {file.name for file in place.glob("model*.safetensors")} == set(index["weight_map"].values())
-        shutil.rmtree(tmp_path / "at")
-        if not died:
-            break
-    assert found[-1] == 2.0 and (before is None or 1.0 in found) and instant >= (4 if before is None else 10)
+def test_a_kill_at_any_instant_leaves_the_one_or_the_other(tmp_path: Path) -> None:
+    """In the place of a model in as many files, in one, or in several; and where there was none. And what is saved over
+    what a kill left takes its place as well, whole at any instant, and clears up."""
+    command = [sys.executable, "-m", "tests.models.killed_exports", str(tmp_path / "killed")]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    files = {}
+    for size in (MANY, ONE):
+        save_streamed(changed(3.0), tmp_path / str(size), saved_tensors(changed(3.0)), size)
+        files[size] = sorted(file.name for file in (tmp_path / str(size)).iterdir())
+    outcomes = json.loads(done.stdout)
+    for before, after in CASES:
+        instants = [outcome for outcome in outcomes if outcome["case"] == [before, after]]
+        found = [outcome["found"] for outcome in instants]
+        assert found[-1] == [2.0] and len(instants) > (4 if before is None else 10), found
+        first = None if before is None else [1.0]
+        changes = found.index([2.0])
+        assert found == [first] * changes + [[2.0]] * (len(found) - changes) and changes > 0
+        for outcome in instants:
+            for later in outcome["later"]:
+                way = later["on_the_way"]
+                changes = way.index([3.0])
+                assert way == [outcome["found"]] * changes + [[3.0]] * (len(way) - changes) and changes > 0, outcome
+                assert later["end"] == [3.0] and later["left"] == files[later["size"]], outcome
 
 
 @pytest.mark.parametrize("exists", [True, False])
