@@ -148,33 +148,41 @@ class RankGroup:
             raise said.error(rank=0)
         return result
 
-    def on_each(self, work: Callable[[], None]) -> None:
-        """Call `work`, in which no rank waits for another, on every rank; they wait until all have.
+    def on_each(self, work: Callable[[], Result]) -> Result:
+        """Call `work`, in which no rank waits for another, on every rank; they wait until all have. What it returned.
 
         Raises:
             ForerunError: on every rank, if it failed on any; a UsageError, if that was one.
         """
         failure: Exception | None = None
+        result: Any = None
         try:
-            work()
+            result = work()
         except Exception as error:
             failure = error
         self.fail_together(failure)
+        return result
 
     def first_takes(self, items: Iterable[Item], work: Callable[[Iterator[Item]], None]) -> None:
-        """Call `work` on rank 0 with items that all ranks make together, one by one; the others let them go.
+        """Call `work` on rank 0 with items that all ranks make together, see `take`; the others let them go."""
+        self.take(items, work if self.rank == 0 else None)
+
+    def take(self, items: Iterable[Item], work: Callable[[Iterator[Item]], None] | None) -> None:
+        """Call `work` with items that all ranks make together, one by one; a rank without work lets them go.
 
         Raises:
-            ForerunError: on every rank, if it failed; a UsageError, if that was one.
+            ForerunError: on every rank, if work failed on any; a UsageError, if that was one.
+            Exception: where items could not be made, why. Ranks that could go on wait for this one, and hear nothing
+                else until its process ends.
         """
-        source = iter(items)
+        made = Made(items)
         failure: Exception | None = None
-        if self.rank == 0:
+        if work is not None:
             try:
-                work(source)
+                work(made)
             except Exception as error:
                 failure = error
-        for _ in source:  # to the end also where rank 0 gave up, for whom the others would wait
+        for _ in made:  # to the end also where work gave up, or the others would wait
             pass
         self.fail_together(failure)
 
@@ -190,6 +198,26 @@ class RankGroup:
         for rank, theirs in enumerate(said):
             if theirs is not None:
                 raise theirs.error(rank)
+
+
+class Made(Iterator[Item]):
+    """Items as several ranks make them. A reader that gives up cannot end it, as it would end a generator, and once
+    making one has failed it does so whenever it is read."""
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self._items = iter(items)
+        self._failure: Exception | None = None
+
+    def __next__(self) -> Item:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return next(self._items)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._failure = error
+            raise
 
 
 @dataclass(frozen=True)

@@ -95,16 +95,8 @@ class RankedRollout:
 
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         self._torn = True  # until all engines have the same
-        weights = iter(named_tensors)
-        failure: Exception | None = None
-        if self.engine is not None:
-            try:
-                self.engine.update_weights(weights, version)
-            except Exception as error:
-                failure = error
-        for _ in weights:  # gathering a weight takes every rank, those too that need it no more
-            pass
-        self.ranks.fail_together(failure)
+        engine = self.engine
+        self.ranks.take(named_tensors, None if engine is None else lambda made: engine.update_weights(made, version))
         self.weight_version = version
         self._torn = False
 

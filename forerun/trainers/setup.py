@@ -92,11 +92,15 @@ def load_model(
 
     Raises:
         UsageError: on every rank: not a checkpoint, or the trunk cannot take a block.
+        ForerunError: on the other ranks, if rank 0's device has no room for it.
     """
     ranks = RankGroup() if ranks is None else ranks
-    made: list[PreTrainedModel] = []
-    ranks.on_each(lambda: made.append(_load_model(config, mtp, seed, init, meta=ranks.rank > 0)))
-    return made[0] if ranks.rank > 0 else made[0].to(device)  # type: ignore[arg-type]
+
+    def read() -> PreTrainedModel:
+        model = _load_model(config, mtp, seed, init, meta=ranks.rank > 0)
+        return model if ranks.rank > 0 else model.to(device)  # type: ignore[arg-type]
+
+    return ranks.on_each(read)
 
 
 def _load_model(config: ModelConfig, mtp: MTPConfig, seed: int, init: Init, meta: bool) -> PreTrainedModel:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 from forerun.engines.protocol import TrainingEngine
-from forerun.engines.ranks import RankGroup
+from forerun.engines.ranks import Made, RankGroup
 from forerun.errors import ForerunError, one_line
 from forerun.rollout.sync import Named
 
@@ -29,7 +29,7 @@ class FirstRank:
     def __init__(self, ranks: RankGroup, engine: TrainingEngine) -> None:
         self.ranks = ranks
         self._engine = engine
-        self._weights: _Gathered | None = None  # that rank 0 asked for last
+        self._weights: Made[Named] | None = None  # that rank 0 asked for last
 
     def does(self, work: Callable[[], Result]) -> Result:
         """Call `work` on rank 0 and return what it returns. The others call this at the same point, do not call `work`,
@@ -58,7 +58,7 @@ class FirstRank:
 
     def _gather(self, which: _Weights) -> Iterator[Named]:
         self._say(which)
-        self._weights = _Gathered(getattr(self._engine, which)())
+        self._weights = Made(getattr(self._engine, which)())
         return self._weights
 
     def _say(self, word: _Weights | Literal["done", "failed"], value: Any = None) -> None:
@@ -79,26 +79,6 @@ class FirstRank:
                     raise ForerunError(f"rank 0: {value}")
                 case _:
                     _read(getattr(self._engine, word)())
-
-
-class _Gathered(Iterator[Named]):
-    """Weights on their way. A reader that gives up cannot end it, as it would end a generator, and once it has failed
-    it does so whenever it is read."""
-
-    def __init__(self, weights: Iterator[Named]) -> None:
-        self._weights = weights
-        self.failure: Exception | None = None
-
-    def __next__(self) -> Named:
-        if self.failure is not None:
-            raise self.failure
-        try:
-            return next(self._weights)
-        except StopIteration:
-            raise
-        except Exception as error:
-            self.failure = error
-            raise
 
 
 def _read(weights: Iterator[Named]) -> None:
