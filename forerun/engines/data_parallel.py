@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from forerun.data.batch import Batch
 from forerun.engines.context_parallel import gather_in_attention
-from forerun.engines.handing_out import hand_out, must_hand_out
+from forerun.engines.handing_out import agree_on_weights, hand_out
 from forerun.engines.ranks import RankGroup
 from forerun.engines.shared_rows import RowParts, Rows
 from forerun.errors import UsageError
@@ -103,7 +103,7 @@ class DataParallel(RankGroup):
             self.rows, self.speaks = partial(RowParts, group=context.group), context.rank == 0
         self._running = False
         self._runner = _Runner(model)
-        whole_on_first = must_hand_out(model, self)
+        whole_on_first = agree_on_weights(model, self)
         if mesh is not None:
             self._shard(model, mesh, sharding, whole_on_first)
 

@@ -19,7 +19,7 @@ from forerun.errors import UsageError
 Layout = dict[str, tuple[torch.Size, torch.dtype]]
 
 
-def must_hand_out(model: nn.Module, ranks: RankGroup) -> bool:
+def agree_on_weights(model: nn.Module, ranks: RankGroup) -> bool:
     """Whether any rank's model is without weights; its tensors then get the dtypes of rank 0's. Every rank calls it.
 
     Raises:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.config import RLConfig
-from forerun.engines.handing_out import hand_out, must_hand_out
+from forerun.engines.handing_out import agree_on_weights, hand_out
 from forerun.engines.protocol import TrainingEngine
 from forerun.engines.ranks import RankGroup
 from forerun.engines.torch_engine import TorchEngine
@@ -160,7 +160,7 @@ def _whole_model(config: RLConfig, engine: TorchEngine | None, ranks: RankGroup 
         return engine.model
     device = resolve_device(config.engine)
     model = load_model(config.model, config.mtp, device, config.trainer.seed, ranks=ranks)
-    if ranks is not None and must_hand_out(model, ranks):
+    if ranks is not None and agree_on_weights(model, ranks):
         hand_out([*model.parameters(), *model.buffers()], ranks, device)
     return model
 

@@ -24,7 +24,7 @@ import forerun
 import forerun.checkpoint.shards
 from forerun.config import ModelConfig
 from forerun.engines.data_parallel import ShardingConfig, whole
-from forerun.engines.handing_out import hand_out, must_hand_out
+from forerun.engines.handing_out import agree_on_weights, hand_out
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.ranks import RankGroup
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
@@ -198,7 +198,7 @@ def rank_gets_all(group: dist.ProcessGroup, case: Load) -> list[dict[str, Tensor
     """The whole model on every rank, as rollouts want it: from rank 0, and read here."""
     members = RankGroup(mesh_of(Case(), group))
     found = case.model(None) if members.rank == 0 else forerun.load(case.path, case.mtp, meta=True)  # in float32
-    assert must_hand_out(found, members)
+    assert agree_on_weights(found, members)
     hand_out([*found.parameters(), *found.buffers()], members, torch.device("cpu"))
     return [{n: t.detach() for n, t in (*m.named_parameters(), *m.named_buffers())} for m in (found, case.model(None))]
 
@@ -258,11 +258,13 @@ def rank_refuses(group: dist.ProcessGroup, argument: tuple[str, Path]) -> str:
         elif how == "another model":
             other = {"num_hidden_layers": 1} if members.rank == 1 else None
             case.engine(forerun.load(path, JOINT, meta=members.rank > 0, override_config=other), group)
+        elif how == "no such device":
+            load_model(ModelConfig(str(path)), JOINT, torch.device("cuda:99"), ranks=members)
         else:
             case.engine(case.model(members), group)
-    except ForerunError as error:
+    except Exception as error:
         assert members.agree("together") == "together"
-        return f"{error.exit_code} {error}"
+        return f"{getattr(error, 'exit_code', '')} {error}"
     return ""
 
 
@@ -287,6 +289,13 @@ def test_what_is_wrong_is_one_line_on_every_rank(how: str, message: str, ranks: 
         (path / "config.json").unlink()
     for said in ranks.run(rank_refuses, [(how, path)] * 2):
         assert message in said and said.startswith("2 ") and "\n" not in said
+
+
+def test_a_device_that_takes_no_weights_is_said_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    """As one without room for them."""
+    path = llama(tmp_path / "model", True, 1)
+    first, second = ranks.run(rank_refuses, [("no such device", path)] * 2)
+    assert first and second == f"1 rank 0: {' '.join(first.split())}"
 
 
 def test_a_process_of_its_own_needs_the_weights(tmp_path: Path) -> None:
