@@ -51,7 +51,7 @@ def restore_random_state(state: RandomState) -> None:
 
 def write_random_state(directory: Path, rank: int, state: RandomState) -> None:
     """Write a rank's file into a checkpoint that is being written."""
-    path = _path(directory, rank)
+    path = random_file(directory, rank)
     path.parent.mkdir(exist_ok=True)
     save_file(state[0], path, {"values": json.dumps(state[1])})
     flush(path)
@@ -63,10 +63,11 @@ def read_random_state(directory: Path, rank: int) -> RandomState:
     Raises:
         OSError, SafetensorError, KeyError, TypeError, ValueError: the file is missing or damaged.
     """
-    with safe_open(_path(directory, rank), framework="pt") as saved:
+    with safe_open(random_file(directory, rank), framework="pt") as saved:
         tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118 - no dict
         return tensors, json.loads(saved.metadata()["values"])
 
 
-def _path(directory: Path, rank: int) -> Path:
+def random_file(directory: Path, rank: int) -> Path:
+    """Where they lie in a checkpoint."""
     return directory / DIRECTORY / f"{rank:05}.safetensors"

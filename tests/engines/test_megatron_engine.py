@@ -252,6 +252,11 @@ def rank_saves(group: dist.ProcessGroup, argument: tuple[Case, Path, bool]) -> l
     other = megatron_engine(replace(case, layout=layout(pp=2)), source)
     with pytest.raises(ForerunError, match=r"was written with layout=.*and this run has"):
         other.load(place / "checkpoint-1")
+    (place / "checkpoint-1" / "random" / f"{group.rank():05}.safetensors").unlink()
+    with pytest.raises(
+        ForerunError, match=rf"checkpoint-1/random/{group.rank():05}.safetensors cannot be read \(.*older"
+    ):
+        resumed.load(place / "checkpoint-1")
     return [end, again, after]
 
 

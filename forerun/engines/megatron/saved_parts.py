@@ -22,6 +22,7 @@ from forerun.engines.checkpoint_directory import STATE_FILE, flush
 from forerun.engines.megatron.optimizer import MegatronOptimizer
 from forerun.engines.random_state import (
     RandomState,
+    random_file,
     random_state,
     read_random_state,
     restore_random_state,
@@ -114,10 +115,13 @@ def read_part(directory: Path, rank: int, models: Sequence[nn.Module], optimizer
         ForerunError: the file is missing or damaged, or belongs to another model.
     """
     path = _path(directory, rank)
+    reading = random_file(directory, rank)
     try:
-        tensors, randoms = load_file(path), read_random_state(directory, rank)
+        randoms = read_random_state(directory, rank)
+        reading = path
+        tensors = load_file(path)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ForerunError(f"{path} cannot be read ({one_line(error)}): resume from an older checkpoint") from error
+        raise ForerunError(f"{reading} cannot be read ({one_line(error)}): resume from an older checkpoint") from error
     own = dict(_weights(models)) | {f"main.{name}": p.detach() for name, _, p in _optimized(optimizer)}
     for name, tensor in own.items():
         if name not in tensors or tensors[name].shape != tensor.shape:
