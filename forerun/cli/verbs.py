@@ -76,33 +76,43 @@ def demo(
     return work
 
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run's configuration.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="key=value ...", help="Settings that win over the file's, by dotted key.")
+Configuration = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[CONFIG.yaml] key=value ...",
+        help="The run's configuration, and settings by dotted key that win over the file's, or over the defaults.",
+        show_default=False,
+    ),
 ]
 
 
+def _file_and_overrides(given: list[str]) -> tuple[Path | None, list[str]]:
+    if "=" in given[0] and not Path(given[0]).exists():
+        return None, given
+    return Path(given[0]), given[1:]
+
+
 @app.command()
-def sft(config: ConfigPath, overrides: Overrides = None) -> Work:
+def sft(config: Configuration) -> Work:
     """Supervised fine-tuning of a model and its MTP block, or of the block alone."""
 
     def work() -> int:
         from forerun.launch.command import run
 
-        run("sft", config, overrides or [])
+        run("sft", *_file_and_overrides(config))
         return 0
 
     return work
 
 
 @app.command()
-def rl(config: ConfigPath, overrides: Overrides = None) -> Work:
+def rl(config: Configuration) -> Work:
     """Reinforcement learning on verifiable rewards, with speculative rollouts."""
 
     def work() -> int:
         from forerun.launch.command import run
 
-        run("rl", config, overrides or [])
+        run("rl", *_file_and_overrides(config))
         return 0
 
     return work
@@ -296,8 +306,7 @@ def plan(
 
 @planning.command()
 def train(
-    config: ConfigPath,
-    overrides: Overrides = None,
+    config: Configuration,
     hardware: PlannedHardware = None,
     model: Annotated[
         str | None, typer.Option(help="In place of model.path: a config.json, or a known model such as mimo-7b.")
@@ -309,7 +318,7 @@ def train(
     def work() -> int:
         from forerun.planner.train_command import run
 
-        return run(config, overrides or [], model, hardware, as_json)
+        return run(*_file_and_overrides(config), model, hardware, as_json)
 
     return work
 

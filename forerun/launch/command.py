@@ -23,7 +23,7 @@ from forerun.trainers.setup import named_device, resolve_device
 Verb = Literal["sft", "rl"]
 
 
-def run(verb: Verb, path: Path, overrides: Sequence[str]) -> None:
+def run(verb: Verb, path: Path | None, overrides: Sequence[str]) -> None:
     """One training run. `launch=torchrun` and `launch=ray` start ranks; in a process that is one `launch` is not read.
 
     Raises:
@@ -41,7 +41,7 @@ def run(verb: Verb, path: Path, overrides: Sequence[str]) -> None:
         raise KeyboardInterrupt(interrupted_words(Path(config.trainer.output_dir))) from None
 
 
-def _start(config: SFTConfig | RLConfig, verb: Verb, path: Path, overrides: Sequence[str]) -> None:
+def _start(config: SFTConfig | RLConfig, verb: Verb, path: Path | None, overrides: Sequence[str]) -> None:
     if config.launch == "local":
         _train(config, None)
         return
@@ -58,19 +58,19 @@ def _start(config: SFTConfig | RLConfig, verb: Verb, path: Path, overrides: Sequ
         cpus = 0.0
         if isinstance(config, RLConfig) and config.async_training.enable:
             cpus = config.async_training.num_workers * config.async_training.worker_num_cpus
-        work = partial(_run_rank, verb, path.resolve(), overrides, on_ray=True)
+        work = partial(_run_rank, verb, path and path.resolve(), overrides, on_ray=True)
         start_ray_ranks(work, settings, wants_cuda, cpus)
     else:
-        start_ranks([verb, str(path), *overrides], settings)
+        start_ranks([verb, *([] if path is None else [str(path)]), *overrides], settings)
 
 
-def _run_rank(verb: Verb, path: Path, overrides: Sequence[str], on_ray: bool = False) -> None:
+def _run_rank(verb: Verb, path: Path | None, overrides: Sequence[str], on_ray: bool = False) -> None:
     config = _load(verb, path, overrides)
     with joined(config.engine, config.distributed) as mesh:
         _train(config, mesh, on_ray)
 
 
-def _load(verb: Verb, path: Path, overrides: Sequence[str]) -> SFTConfig | RLConfig:
+def _load(verb: Verb, path: Path | None, overrides: Sequence[str]) -> SFTConfig | RLConfig:
     if verb == "sft":
         return load_config(SFTConfig, path, overrides)
     return load_config(RLConfig, path, overrides)

@@ -46,7 +46,7 @@ class Job:
     rollout_share: float | None = None
 
 
-def read_config(path: Path, overrides: Sequence[str], model: str | None) -> SFTConfig | RLConfig:
+def read_config(path: Path | None, overrides: Sequence[str], model: str | None) -> SFTConfig | RLConfig:
     """The configuration of `forerun sft` or `forerun rl`, which of them by the settings that only one has.
 
     Args:
@@ -150,10 +150,12 @@ def job_of(config: SFTConfig | RLConfig, hardware: Hardware | None) -> Job:
     return Job(run, held, held.weights if native else held.total, share)
 
 
-def _is_rl(path: Path, overrides: Sequence[str]) -> bool:
+def _is_rl(path: Path | None, overrides: Sequence[str]) -> bool:
     """Whether a setting is given that `forerun rl` has and `forerun sft` has not."""
     own = {item.name for item in fields(RLConfig)} - {item.name for item in fields(SFTConfig)}
     given = {text.partition("=")[0].partition(".")[0] for text in overrides}
+    if path is None:
+        return bool(own & given)
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except Exception:  # `load_config` says what is wrong with the file

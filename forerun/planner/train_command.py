@@ -13,7 +13,7 @@ from forerun.planner.memory import Peak
 from forerun.planner.train_plan import GIB, TrainPlan, describe, make_train_plan
 
 
-def run(path: Path, overrides: Sequence[str], model: str | None, hardware: str | None, as_json: bool) -> int:
+def run(path: Path | None, overrides: Sequence[str], model: str | None, hardware: str | None, as_json: bool) -> int:
     """Print the plan; returns 0, the exit code.
 
     Raises:

@@ -44,7 +44,9 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 BAD_ARGUMENTS = [
     (["nope"], "No such command 'nope' (see forerun --help)"),
     (["--nope"], "No such option: --nope (see forerun --help)"),
-    (["sft"], "Missing argument 'CONFIG.yaml' (see forerun sft --help)"),
+    (["sft"], "Missing argument '[CONFIG.yaml] key=value ...' (see forerun sft --help)"),
+    (["sft", "trainer.total_steps=3"], "model.path is not set"),  # a setting where the file may stand
+    (["rl", "model.path=a//b", "rollout.base_url=http://x"], "rollout.base_url is of rollout.engine=vllm and sglang"),
     (["sft", "--lr", "1"], "No such option: --lr (Possible options: --help) (see forerun sft --help)"),
     (["demo", "--seed", "-1"], "Invalid value for '--seed'"),
     (["demo", "--seed", "x"], "Invalid value for '--seed'"),
