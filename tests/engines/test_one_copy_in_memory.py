@@ -159,7 +159,7 @@ CASES: dict[str, tuple[Any, Load, int]] = {
     ),
     "experts": (lambda p: family(p, "deepseek_v3"), Load(), 2),
     "code of its own": (with_code, Load(), 2),
-    "rows in two parts, offloaded": (lambda p: llama(p, False, 1), Load(context=2, offload=True), 2),
+    "rows in two parts, offloaded": (lambda p: llama(p, False, 1), Load(context=2, offload=True), 4),
 }
 
 
@@ -336,7 +336,7 @@ def rank_exports(group: dist.ProcessGroup, export: Export) -> str:
 
 EXPORTS = {
     "two depths, tied, replicas": (Case(depths=2, replicas=2), 4),
-    "untied, rows in two parts": (Case(tied=False, context=2), 2),
+    "untied, rows in two parts": (Case(tied=False, context=2), 4),
     "experts": (Case(depths=2, trunk="moe", tied=False), 4),
     "latent attention and experts": (Case(trunk="latent", tied=False), 2),
     "repeated layer, offloaded": (Case(depths=2, repeat=True, offload=True), 2),
