@@ -92,10 +92,10 @@ def test_it_answers_as_its_engine_does_with_the_weights_it_was_sent(shared: RayW
 
 
 def test_what_is_aborted_comes_back_with_what_it_has(shared: RayWorker) -> None:
-    given = asked(12, length=60)
+    given = asked(160, length=60)  # more than it answers before it hears of the abort
     shared.submit(given)
     shared.abort(request.request_id for request in given)
-    found = drained(shared, 12)
+    found = drained(shared, 160)
     assert any(completion.finish_reason == "abort" for completion in found.values())
 
 

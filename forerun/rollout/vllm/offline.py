@@ -75,7 +75,7 @@ class OfflineConnection:
     def _send(self, message: dict[str, Any]) -> None:
         try:
             self._sender.submit(self._write, message).result()
-        except OSError:
+        except (OSError, RuntimeError):  # the latter: closed already
             raise self._gone() from None
 
     def _write(self, message: dict[str, Any]) -> None:
@@ -186,3 +186,4 @@ class OfflineConnection:
         self._lines.close()
         self._socket.close()
         self.process.close()
+        self._sender.shutdown(wait=False)

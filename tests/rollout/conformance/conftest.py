@@ -1,4 +1,4 @@
-"""One engine per kind; what it leaves running after `close` is an error."""
+"""One engine per kind, for the tests of this package; what it leaves running after `close` is an error."""
 
 from __future__ import annotations
 
