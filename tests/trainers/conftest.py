@@ -17,3 +17,12 @@ def checkpoint(tmp_path: Path) -> Path:
     make_model().save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory whose `checkpoint` is the tiny model of RL runs, with its tokenizer."""
+    path = tmp_path_factory.mktemp("rl")
+    make_model().save_pretrained(path / "checkpoint")
+    make_tokenizer().save_pretrained(path / "checkpoint")
+    return path

@@ -27,7 +27,7 @@ from forerun.rollout.protocol import Request, SamplingParams
 from forerun.trainers.ranked import RankedRollout
 from forerun.trainers.rl import RLTrainer
 from tests.mtp.ranks import Ranks
-from tests.trainers.tiny import make_model, make_tokenizer
+from tests.trainers.tiny import make_model
 from tests.trainers.tiny_rl import ShareOfWord
 
 # Five prompts and responses in threes: neither divides over the ranks.
@@ -72,14 +72,6 @@ CASES = {
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     with Ranks(4, [2, 4], tmp_path_factory.mktemp("ranks") / "store") as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("rl")
-    make_model().save_pretrained(path / "checkpoint")
-    make_tokenizer().save_pretrained(path / "checkpoint")
-    return path
 
 
 def mesh_of(group: dist.ProcessGroup, replicas: int = 1) -> DeviceMesh:

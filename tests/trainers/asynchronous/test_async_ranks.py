@@ -34,7 +34,7 @@ from forerun.trainers.setup import load_model
 from tests.mtp.ranks import Ranks
 from tests.trainers.asynchronous.runs import REPEATABLE
 from tests.trainers.test_rl_ranks import HEADS, JOINT, KL, PROMPTS, assert_close, logged, mesh_of, settings, shown
-from tests.trainers.tiny import make_model, make_tokenizer
+from tests.trainers.tiny import make_model
 from tests.trainers.tiny_rl import ShareOfWord
 
 KEEP = "trainer={save_freq: 1, save_total_limit: 0}"
@@ -46,14 +46,6 @@ TURNS = [*REPEATABLE, "async_training.max_staleness=0"]
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     with Ranks(2, [2], tmp_path_factory.mktemp("ranks") / "store") as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("rl")
-    make_model().save_pretrained(path / "checkpoint")
-    make_tokenizer().save_pretrained(path / "checkpoint")
-    return path
 
 
 def trains(made: RLRun, steps: int = 3) -> dict[str, Any]:
