@@ -6,7 +6,8 @@ without asking the others, and the step's gradient is the whole batch's whatever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -117,18 +118,22 @@ class DataParallel(RankGroup):
         dtypes = [None if name is None else getattr(torch, name) for name in (config.param_dtype, config.reduce_dtype)]
         settings: dict[str, Any] = {
             "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1]),
             "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
             if config.cpu_offload
             else OffloadPolicy(),
         }
+        mixed = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
+        own = MixedPrecisionPolicy(reduce_dtype=dtypes[1])
         assert self.device is not None
         if whole_on_first:
             hand_out(model.buffers(), self, self.device)
         for unit in units:
             if whole_on_first:
                 hand_out(unit.parameters(), self, self.device)
-            fully_shard(unit, reshard_after_forward=config.reshard_after_forward and unit is not units[-1], **settings)
+            for part in _parts_of_other_dtypes(unit):
+                fully_shard(part, reshard_after_forward=config.reshard_after_forward, mp_policy=own, **settings)
+            again = config.reshard_after_forward and unit is not units[-1]
+            fully_shard(unit, reshard_after_forward=again, mp_policy=mixed, **settings)
         for module in self._runner.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)  # losses are divided by counts of the whole step
@@ -155,26 +160,57 @@ class DataParallel(RankGroup):
     @torch.no_grad()
     def rewrite(self, layers: Iterable[nn.Module], function: Callable[[], Result]) -> Result:
         """`run` a function that writes to the weights of `layers`, which are whole in it; on every rank the same."""
-        shards = [layer for layer in layers if isinstance(layer, FSDPModule)]
+        rewritten = nn.ModuleList(layers)
+        shards = [module for module in rewritten.modules() if isinstance(module, FSDPModule)]
 
-        def write() -> tuple[Result, list[list[Tensor]]]:
-            for layer in shards:
-                layer.unshard()
+        def write() -> tuple[Result, list[Tensor]]:
+            for module in shards:
+                module.unshard()
             result = function()
-            written = [[weight.detach().clone() for weight in _weights(layer)] for layer in shards]
-            for layer in shards:
-                layer.reshard()
+            written = [weight.detach().clone() for weight in rewritten.parameters()] if shards else []
+            for module in shards:
+                module.reshard()
             return result, written
 
         result, written = self.run(write)
-        for layer, tensors in zip(shards, written, strict=True):
-            for own, tensor in zip(_weights(layer), tensors, strict=True):
+        if shards:
+            for own, tensor in zip(rewritten.parameters(), written, strict=True):
                 own.copy_(like(tensor, own))
         return result
 
 
-def _weights(module: Any) -> list[nn.Parameter]:
-    return list(module.parameters())
+def _parts_of_other_dtypes(unit: nn.Module) -> Iterator[nn.Module]:
+    """Modules in a unit whose weights are of another dtype than most of it, as routers are: FSDP2's units have one.
+
+    Raises:
+        UsageError: a module holds both, next to each other.
+    """
+    sizes: Counter[torch.dtype] = Counter()
+    for weight in _whole_weights(unit):
+        sizes[weight.dtype] += weight.numel()
+    usual = {dtype for dtype, _ in sizes.most_common(1)}
+
+    def parts(module: nn.Module) -> Iterator[nn.Module]:
+        dtypes = {weight.dtype for weight in _whole_weights(module)}
+        if dtypes <= usual:
+            return
+        if len(dtypes) == 1:
+            yield module
+            return
+        if not {weight.dtype for weight in module.parameters(recurse=False)} <= usual:
+            raise UsageError(
+                f"{type(module).__name__} holds weights of several dtypes, which several ranks cannot train: set "
+                "model.dtype=float32 (and engine.param_dtype=bfloat16)"
+            )
+        for child in module.children():
+            yield from parts(child)
+
+    return parts(unit)
+
+
+def _whole_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Those that do not lie in shards yet."""
+    return [weight for weight in module.parameters() if not isinstance(weight, DTensor)]
 
 
 def whole(tensor: Tensor) -> Tensor:

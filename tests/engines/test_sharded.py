@@ -45,7 +45,7 @@ from forerun.models.carrier import named_weights
 from forerun.mtp.config import MTPConfig
 from tests.engines import steps
 from tests.engines.steps import MeanLoss, step_batches
-from tests.families.tiny import VOCAB, tiny_trunk
+from tests.families.tiny import TRUNKS, VOCAB, tiny_trunk
 from tests.float64 import with_float64_norms
 from tests.mtp.ranks import Ranks
 
@@ -75,6 +75,7 @@ class Case:
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     dtype: torch.dtype = torch.float64
+    router_dtype: torch.dtype | None = None
 
 
 def engine(case: Case, mesh: DeviceMesh | None = None, hidden_cache: HiddenCache | None = None) -> TorchEngine:
@@ -98,6 +99,10 @@ def engine(case: Case, mesh: DeviceMesh | None = None, hidden_cache: HiddenCache
         loss=case.loss,
     )
     model = attach(model.to(case.dtype), mtp, init="plain", seed=1).to(case.dtype)
+    if case.router_dtype is not None:
+        for name, parameter in model.named_parameters():
+            if name.endswith(".mlp.gate.weight"):
+                parameter.data = parameter.data.to(case.router_dtype)
     settings = TorchEngineConfig(
         optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5),
         train_trunk=case.train_trunk,
@@ -170,6 +175,7 @@ CASES = {
     "replicas": (Case(depths=2, replicas=2), 4),
     "experts": (Case(depths=2, trunk="moe", tied=False), 2),
     "latent attention and experts": (Case(trunk="latent", tied=False), 4),
+    "experts, routers in float32": (Case(trunk="latent", tied=False, router_dtype=torch.float32, recompute=True), 2),
     "offloaded": (Case(offload=True), 2),
     "rows in two parts": (Case(depths=2, context=2, steps=2, recompute=True), 4),
     "rows in four parts, soft": (Case(depths=2, context=4, steps=2, loss="soft_ce"), 4),
@@ -279,6 +285,18 @@ def rank_shards(group: dist.ProcessGroup, case: Case) -> bool:
     made = engine(case, mesh_of(case, group))
     made.log_probs(step_batches(0))
     return all(isinstance(parameter, DTensor) for parameter in made.model.parameters())
+
+
+def test_weights_of_several_dtypes_in_one_module_are_refused(ranks: Ranks) -> None:
+    assert ranks.run(rank_mixes_in_a_module, [Case()] * 2) == [True, True]
+
+
+def rank_mixes_in_a_module(group: dist.ProcessGroup, case: Case) -> bool:
+    model = tiny_trunk("NemotronHForCausalLM", **TRUNKS["nemotron_h"][1])
+    model.model.layers[0].mixer.D.data = model.model.layers[0].mixer.D.data.double()
+    with pytest.raises(UsageError, match=r"NemotronHMamba2Mixer holds weights of several dtypes.*model.dtype=float32"):
+        TorchEngine(model, mesh=mesh_of(case, group))
+    return True
 
 
 def test_cached_hiddens_are_for_one_process(ranks: Ranks) -> None:
