@@ -108,6 +108,12 @@ class EngineConfig:
     # CUDA only: keep shards, gradients and optimizer state in host memory, and update them there.
     cpu_offload: bool = False
 
+    @property
+    def ranks_to_a_row(self) -> int:
+        """Ranks that share each row's tokens, by either strategy."""
+        megatron = self.strategy == "megatron"
+        return self.megatron.context_parallel_size if megatron else self.context_parallel_size
+
     def validate(self, prefix: str) -> None:
         if self.strategy == "torch" and self.megatron != MegatronConfig():
             raise UsageError(f"{prefix}megatron is of {prefix}strategy=megatron: set that, or leave the section out")
@@ -274,10 +280,26 @@ class RLConfig:
     ppo_mini_batch_size: int = bounded(8, ge=1)
     ppo_epochs: int = bounded(1, ge=1)
     micro_batch_size: int = bounded(4, ge=1)
+    # Tokens that go through a rank at once; when given, it takes the place of micro_batch_size: responses, prompts
+    # included, are packed into rows of so many.
+    ppo_max_token_len_per_gpu: int | None = bounded(None, ge=1)
+
+    @property
+    def max_row_length(self) -> int | None:
+        """Tokens of a row under ppo_max_token_len_per_gpu, over the ranks that share it."""
+        limit = self.ppo_max_token_len_per_gpu
+        return None if limit is None else limit * self.engine.ranks_to_a_row
 
     def validate(self, prefix: str) -> None:
         _need_model_and_data(self.model, self.data)
         _check_launch(self.launch, self.distributed)
+        longest = self.rollout.max_prompt_length + self.rollout.max_response_length
+        if self.max_row_length is not None and self.max_row_length < longest:
+            raise UsageError(
+                f"ppo_max_token_len_per_gpu={self.ppo_max_token_len_per_gpu} has no room for a prompt and its response "
+                f"of rollout.max_prompt_length + rollout.max_response_length = {longest} tokens: give at least "
+                f"{-(-longest // self.engine.ranks_to_a_row)}"
+            )
         if self.train_batch_size % self.ppo_mini_batch_size:
             raise UsageError(
                 f"train_batch_size={self.train_batch_size} is no multiple of "

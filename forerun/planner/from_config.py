@@ -107,7 +107,6 @@ def job_of(config: SFTConfig | RLConfig, hardware: Hardware | None) -> Job:
         "reduce_bytes": BYTES[config.engine.reduce_dtype] if config.engine.reduce_dtype else compute,
         "autocast": autocast,
         "device": device,
-        "rows": config.micro_batch_size,
     }
     if isinstance(config, SFTConfig):
         rows = config.micro_batch_size
@@ -115,17 +114,24 @@ def job_of(config: SFTConfig | RLConfig, hardware: Hardware | None) -> Job:
             TrainingRun(
                 **common,
                 train_trunk=not config.freeze_trunk,
+                rows=rows,
                 row_length=config.data.max_length,
                 packed=config.data.packing or rows > 1,  # padding is a document of its own
                 micro_batches=-(-config.train_batch_size // rows),
             )
         )
     limits = config.rollout.max_prompt_length + config.rollout.max_response_length
+    row_length, responses = config.max_row_length, config.micro_batch_size
+    by_tokens = row_length is not None
+    if row_length is not None:
+        responses = row_length // limits
     run = TrainingRun(
         **common,
-        row_length=limits,
-        packed=config.micro_batch_size > 1,
-        micro_batches=-(-config.ppo_mini_batch_size * config.rollout.n // config.micro_batch_size),
+        rows=1 if by_tokens else responses,
+        row_length=row_length or limits,
+        document_length=limits if by_tokens else None,
+        packed=responses > 1,
+        micro_batches=-(-config.ppo_mini_batch_size * config.rollout.n // responses),
         reference=config.algorithm.needs_reference,
     )
     drafts = config.mtp.enable_rollout

@@ -96,25 +96,38 @@ def remedies(job: Job) -> Iterator[tuple[str, Job]]:
     run, layout = job.run, job.run.layout
     torch = layout.engine == "torch"
     recompute = "engine.activation_recompute=true" if torch else "engine.megatron.recompute_granularity=full"
-    smaller = f"micro_batch_size={max(1, run.rows // 2)}"
-    one = replace(run, rows=1, micro_batches=run.micro_batches * run.rows)
-    if run.rows > 1:
-        half = max(1, run.rows // 2)
-        yield smaller, replace(job, run=replace(run, rows=half, micro_batches=run.micro_batches * run.rows // half))
-        yield "micro_batch_size=1", replace(job, run=one)
+    if run.rows > 2:
+        half = run.rows // 2
+        fewer = replace(run, rows=half, micro_batches=run.micro_batches * run.rows // half)
+        yield f"micro_batch_size={half}", replace(job, run=fewer)
+    least, said = _smallest_micro_batches(run)
+    if said:
+        yield said, replace(job, run=least)
     if not run.recompute:
         yield recompute, replace(job, run=replace(run, recompute=True))
-        if run.rows > 1:
-            yield f"{recompute} with micro_batch_size=1", replace(job, run=replace(one, recompute=True))
+        if said:
+            yield f"{recompute} with {said}", replace(job, run=replace(least, recompute=True))
     if torch and layout.shards < layout.ranks:
         yield "engine.fsdp_size=null", replace(job, run=replace(run, layout=replace(layout, shards=layout.ranks)))
-    best = replace(one, recompute=True)
+    best = replace(least, recompute=True)
+    changes = " and ".join([recompute] * (not run.recompute) + [said] * bool(said))
     factor = 2
     while factor <= 64:
         more = replace(layout, ranks=layout.ranks * factor, shards=layout.shards * factor if torch else layout.shards)
-        said = "" if run.recompute and run.rows == 1 else f" with {recompute} and micro_batch_size=1"
-        yield f"{more.ranks} ranks{said}", replace(job, run=replace(best, layout=more))
+        yield f"{more.ranks} ranks{changes and f' with {changes}'}", replace(job, run=replace(best, layout=more))
         factor *= 2
+
+
+def _smallest_micro_batches(run: TrainingRun) -> tuple[TrainingRun, str]:
+    """The run with one row, or one longest response, at a time, and the setting that says so; "" where it is so."""
+    if run.document_length is not None:
+        times = run.row_length // run.document_length
+        shorter = replace(run, row_length=run.document_length, packed=False, micro_batches=run.micro_batches * times)
+        limit = -(-run.document_length // run.layout.context)
+        return shorter, f"ppo_max_token_len_per_gpu={limit}" if run.row_length > run.document_length else ""
+    return replace(run, rows=1, micro_batches=run.micro_batches * run.rows), (
+        "micro_batch_size=1" if run.rows > 1 else ""
+    )
 
 
 def _peaks(job: Job, hardware: Hardware | None) -> list[Peak]:

@@ -86,6 +86,7 @@ class TrainingRun:
         isolated: the MTP loss reaches the MTP layers alone (mtp.detach_encoder).
         soft: the MTP loss compares with the trunk's distribution.
         rows, row_length: of a micro-batch.
+        document_length: where rows are packed by tokens (ppo_max_token_len_per_gpu): of the longest, which bounds them.
         packed: a row may hold several documents, so attention gets a mask.
         micro_batches: of an optimizer step, over all ranks.
         chunk: positions whose logits exist at once.
@@ -108,6 +109,7 @@ class TrainingRun:
     soft: bool = False
     rows: int = 1
     row_length: int = 1024
+    document_length: int | None = None
     packed: bool = True
     micro_batches: int = 1
     chunk: int = 64

@@ -95,33 +95,38 @@ def set_advantages(
         sample.advantage = advantage
 
 
-def sample_batches(samples: Sequence[Sample], micro_batch_size: int, temperature: float) -> list[Batch]:
+def sample_batches(
+    samples: Sequence[Sample], micro_batch_size: int, temperature: float, max_row_length: int | None = None
+) -> list[Batch]:
     """Micro-batches of at most `micro_batch_size` responses each, packed; longest responses first.
+
+    With `max_row_length` a micro-batch is one row instead, of as many responses, prompts included, as have room in so
+    many tokens.
 
     The extras are advantages, rollout_log_probs (at the sampling temperature) and sample (which of `samples` it is), on
     the response's tokens.
     """
     # An engine may report both; without a temperature the unfiltered one is what a trainer computes too.
     raw = temperature == 1.0
-    ordered = sorted(
-        enumerate(samples), key=lambda s: -len(s[1].completion.prompt_token_ids) - len(s[1].completion.token_ids)
-    )
+    documents = [
+        response_document(
+            sample.completion.prompt_token_ids,
+            sample.completion.token_ids,
+            {
+                "advantages": sample.advantage,
+                "rollout_log_probs": _log_probs(sample.completion, raw),
+                "sample": index,
+            },
+        )
+        for index, sample in enumerate(samples)
+    ]
+    if max_row_length is not None:
+        return pack(documents, max_row_length, micro_batch_size=1)
+    documents.sort(key=len, reverse=True)
     batches = []
-    for start in range(0, len(ordered), micro_batch_size):
-        documents = [
-            response_document(
-                sample.completion.prompt_token_ids,
-                sample.completion.token_ids,
-                {
-                    "advantages": sample.advantage,
-                    "rollout_log_probs": _log_probs(sample.completion, raw),
-                    "sample": index,
-                },
-            )
-            for index, sample in ordered[start : start + micro_batch_size]
-        ]
-        longest = max(len(document) for document in documents)
-        batches += pack(documents, longest, len(documents))
+    for start in range(0, len(documents), micro_batch_size):
+        together = documents[start : start + micro_batch_size]
+        batches += pack(together, len(together[0]), micro_batch_size)
     return batches
 
 

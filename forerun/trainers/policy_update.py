@@ -66,7 +66,7 @@ class PolicyUpdate:
         for start in range(0, len(groups), size):
             wanted = set(groups[start : start + size])
             part = [sample for sample in samples if sample.group in wanted]
-            batches = sample_batches(part, config.micro_batch_size, temperature)
+            batches = sample_batches(part, config.micro_batch_size, temperature, config.max_row_length)
             batches = self._with_log_probs(batches, num_updates=-(-len(groups) // size) * config.ppo_epochs)
             if config.algorithm.use_kl_in_reward:
                 batches, found = self._penalised(part, batches)

@@ -45,6 +45,14 @@ def test_interpolation() -> None:
     assert config.trainer.output_dir == "runs/some/model"
 
 
+@pytest.mark.parametrize("section", ["engine", "engine.strategy=megatron engine.megatron"])
+def test_ranks_that_share_a_row_have_room_for_a_longer_one(section: str) -> None:
+    shared = [*REQUIRED, *f"{section}.context_parallel_size=2".split()]
+    assert load_config(RLConfig, None, [*shared, "ppo_max_token_len_per_gpu=384"]).max_row_length == 768
+    with pytest.raises(UsageError, match="= 768 tokens: give at least 384"):
+        load_config(RLConfig, None, [*shared, "ppo_max_token_len_per_gpu=383"])
+
+
 CORRECTION = "algorithm.rollout_correction"
 URL = "base_url: 'http://127.0.0.1:8000'"
 STARTED = f"python: {sys.executable}"
@@ -118,6 +126,7 @@ BAD = [
     ("rollout.depth_control=auto", "rollout.depth_control=auto has nothing to control"),
     ("rollout.engine=turbo", "rollout.engine=turbo must be one of native"),
     ("ppo_mini_batch_size=3", "train_batch_size=8 is no multiple of ppo_mini_batch_size=3"),
+    ("ppo_max_token_len_per_gpu=767", "rollout.max_response_length = 768 tokens: give at least 768"),
     ("trainer.logger=jsonl", "trainer.logger=jsonl must be a list (each item text), written [a, b]"),
     ("trainer.logger=[csv]", "trainer.logger='csv' is not one of jsonl, tensorboard, wandb"),
     ("trainer.save_freq=0", "trainer.save_freq=0 is not a frequency"),

@@ -134,6 +134,9 @@ def test_rollouts_count(capsys: pytest.CaptureFixture[str], sft: Path) -> None:
     weights = 36 * (4096 * 128 * 80 + 3 * 4096 * 11008) + 2 * 4096 * 151680
     assert phases["rollout"]["rollout engine"] == 2 * weights
     assert phases["forward and backward"]["rollout engine"] == 2 * weights  # it drops its cache only
+    one = answer(capsys, str(sft), *rl, "ppo_max_token_len_per_gpu=8192")
+    two = answer(capsys, str(sft), *rl, "ppo_max_token_len_per_gpu=16384")
+    assert peak(one) == peak(answer(capsys, str(sft), *rl, "micro_batch_size=1")) < peak(two)
     drafting = answer(capsys, str(sft), *rl, "mtp.enable_rollout=true")
     assert peak(drafting) > peak(found)
     elsewhere = answer(capsys, str(sft), *rl[:2], "rollout.engine=vllm", "rollout.base_url=http://127.0.0.1:8000")
@@ -151,7 +154,12 @@ def test_rollouts_count(capsys: pytest.CaptureFixture[str], sft: Path) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [["micro_batch_size=8"], ["distributed.nproc_per_node=1"], ["model.dtype=float32"]],
+    [
+        ["micro_batch_size=8"],
+        ["rollout.n=4", "ppo_max_token_len_per_gpu=65536"],
+        ["distributed.nproc_per_node=1"],
+        ["model.dtype=float32"],
+    ],
 )
 def test_the_advice_holds(capsys: pytest.CaptureFixture[str], sft: Path, overrides: list[str]) -> None:
     """What the sentence tells to set makes the run fit, and without it the run does not."""

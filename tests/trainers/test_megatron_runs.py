@@ -112,7 +112,7 @@ def rank_runs(group: dist.ProcessGroup, place: Path) -> None:
         (place / "sft-stopped" / "checkpoint-2" / "seen").touch()
     shorter.trainer.total_steps = 3  # goes on from the checkpoint
     run_sft(shorter, mesh)
-    run_rl(rl(place, "rl-megatron", *MEGATRON), mesh)
+    run_rl(rl(place, "rl-megatron", *MEGATRON, "ppo_max_token_len_per_gpu=40"), mesh)
     turns = "async_training={enable: true, max_staleness: 0, partial_rollout: false}"
     run_asynchronous_rl(rl(place, "rl-asynchronous", *MEGATRON, turns), mesh)
 

@@ -88,10 +88,32 @@ def first_gradient(made: RLTrainer) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", SET_UPS)
 def test_a_micro_batch_split_changes_no_gradient(tmp_path: Path, name: str) -> None:
     whole = first_gradient(make(tmp_path, *SET_UPS[name], "micro_batch_size=32"))
-    split = first_gradient(make(tmp_path, *SET_UPS[name], "micro_batch_size=3"))
     assert sum(float(gradient.abs().sum()) for gradient in whole.values()) > 0
-    for parameter, gradient in whole.items():
-        torch.testing.assert_close(split[parameter], gradient, rtol=1e-4, atol=1e-6)
+    for division in ("micro_batch_size=3", "ppo_max_token_len_per_gpu=50"):
+        split = first_gradient(make(tmp_path, *SET_UPS[name], division))
+        for parameter, gradient in whole.items():
+            torch.testing.assert_close(split[parameter], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_hold_as_many_responses_as_have_room_in_so_many_tokens(tmp_path: Path) -> None:
+    """Each response once, with its own advantage, and no two rows that would go into one."""
+    limit = 50
+    made = make(tmp_path, f"ppo_max_token_len_per_gpu={limit}")
+    made.step(PROMPTS)
+    batches = sample_batches(made.samples, made.config.micro_batch_size, 1.0, made.config.max_row_length)
+    lengths = sorted(batch.input_ids.shape[1] for batch in batches)
+    assert all(batch.input_ids.shape[0] == 1 for batch in batches) and lengths[-1] <= limit < sum(lengths[:2])
+    found: list[int] = []
+    for batch in batches:
+        for document in range(int(batch.document_ids.max()) + 1):
+            here = (batch.document_ids == document) & batch.loss_mask
+            if here.any():
+                (index,) = batch.extras["sample"][here].unique().tolist()
+                sample = made.samples[index]
+                assert batch.input_ids[here].tolist() == sample.completion.token_ids
+                assert batch.extras["advantages"][here].tolist() == pytest.approx([sample.advantage] * int(here.sum()))
+                found.append(index)
+    assert sorted(found) == list(range(len(made.samples))) and len(batches) < len(made.samples) / 2
 
 
 @pytest.mark.parametrize("name", ["rloo", "dapo", "kl_loss", "kl_in_reward", "rejection"])

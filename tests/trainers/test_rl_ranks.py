@@ -64,7 +64,7 @@ CASES = {
     "one depth, joint": (JOINT, 2, 1),
     "one depth, heads, two updates": ([*HEADS, "ppo_epochs=2"], 4, 1),
     "two depths, heads, KL": (["mtp.num_layers=2", *HEADS, *KL], 2, 1),
-    "two depths, joint, replicas": (["mtp.num_layers=2", *JOINT], 4, 2),
+    "two depths, joint, replicas, rows by tokens": (["mtp.num_layers=2", *JOINT, "ppo_max_token_len_per_gpu=44"], 4, 2),
 }
 
 
