@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from forerun.errors import UsageError, one_line
 MAX_JSON_BYTES = 100_000_000
 # config.json nests four deep or so. What is nested further than Python recurses would fail wherever it is used.
 MAX_JSON_DEPTH = 100
+
+# Where `forerun demo` leaves its model, from which recipes and examples start.
+DEMO_MODEL = Path("forerun-demo/model")
 
 # How files begin that are often found where safetensors should be. None is ever opened as what it is.
 _BEGINNINGS = (
@@ -34,6 +38,15 @@ def shown(text: object) -> str:
     plain = str(text)
     plain = plain if plain.isprintable() else ascii(plain)[1:-1]
     return plain if len(plain) <= 200 else plain[:200] + "..."
+
+
+def where_from(path: str | Path) -> str:
+    """What to do about a checkpoint directory that is not there, for the end of an error."""
+    if Path(path) == DEMO_MODEL:
+        return "run `forerun demo`, which makes it, or give another Hugging Face checkpoint directory"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not Path(path).parent.exists():
+        return f"give a directory; a model of the Hub is fetched with `hf download {path} --local-dir DIR`"
+    return "give a Hugging Face checkpoint directory"
 
 
 def locate(directory: Path, name: str) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forerun.checkpoint.files import locate, read_json_object, shown, why_not_safetensors
+from forerun.checkpoint.files import locate, read_json_object, shown, where_from, why_not_safetensors
 from forerun.errors import UsageError
 
 CONFIG = "config.json"
@@ -54,8 +54,10 @@ class CheckpointReader:
         if os.path.isfile(self.path):
             raise UsageError(f"{shown(path)} is a file: give the checkpoint directory that it lies in")
         if not os.path.isdir(self.path):
-            raise UsageError(f"{shown(path)} is not a directory: give a Hugging Face checkpoint directory")
+            raise UsageError(f"{shown(path)} is not a directory: {where_from(path)}")
         if not os.path.lexists(self.path / CONFIG):
+            if os.path.lexists(self.path / "model" / CONFIG):  # of a run's output directory
+                raise UsageError(f"{self.path} has no {CONFIG}: give {self.path / 'model'}, which has one")
             raise UsageError(f"{self.path} has no {CONFIG}: it is no Hugging Face checkpoint directory{self._others()}")
         self.config = read_json_object(self.path, CONFIG)
         for section in (self.config, self.config.get("text_config")):

@@ -13,6 +13,8 @@ from forerun.data.rows import BadRow, OnBadRow, Row, is_hub, parse_messages, rea
 from forerun.errors import UsageError
 
 Messages = list[dict[str, str]]
+# Columns that hold the ground truth in data sets that are not verl's.
+_GROUND_TRUTH = ("ground_truth", "answer", "solution")
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ def read_prompts(
     """Read a JSONL or parquet file, or a data set of the Hub (`hub:NAME`), in verl's layout.
 
     Columns: `prompt` (chat messages, or a string for one turn of the user), and optionally `reward_model` with
-    `ground_truth` in it, `data_source` (default: the file's name), `extra_info`. Others are left alone.
+    `ground_truth` in it, or else a column `ground_truth`, `answer` or `solution`; `data_source` (default: the file's
+    name); `extra_info`. Others are left alone.
 
     Raises:
         UsageError: see `read_rows`.
@@ -54,9 +57,10 @@ def read_prompts(
         for column, value in (("reward_model", reward_model), ("extra_info", extra_info)):
             if not isinstance(value, dict):
                 raise BadRow(f"column {column!r} must be an object, not {value!r:.60}")
+        truths = [reward_model.get("ground_truth"), *(row.get(column) for column in _GROUND_TRUTH)]
         return Prompt(
             messages=parse_messages(row["prompt"], "prompt"),
-            ground_truth=reward_model.get("ground_truth"),
+            ground_truth=next((value for value in truths if value is not None), None),
             data_source=str(row.get("data_source") or default_source),
             extra_info=extra_info,
             place=place,

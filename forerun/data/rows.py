@@ -28,7 +28,7 @@ def read_rows(
     on_bad_row: OnBadRow = "error",
     report: Callable[[str], None] | None = None,
 ) -> list[T]:
-    """Read a `.jsonl` (or `.json` with one object a line) or `.parquet` file, or a Hub data set, and parse every row.
+    """Parse every row of a `.jsonl`, `.json` (an object a line, or one list) or `.parquet` file, or a Hub data set.
 
     Args:
         path: a file; or `hub:NAME`, `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`, where NAME is what
@@ -44,22 +44,29 @@ def read_rows(
     """
     places, word = _places(path)
     items: list[T] = []
-    bad: list[str] = []
+    alike: dict[str, list[int]] = {}
     for number, row in places:
         try:
             if isinstance(row, BadRow):
                 raise row
             items.append(parse(row, f"{path}, {word} {number}"))
         except BadRow as error:
-            bad.append(f"{word} {number}: {error}")
-    counted = f"{path}: {len(bad)} of {len(items) + len(bad)} rows cannot be used"
-    if bad and on_bad_row == "error":
-        raise UsageError(f"{counted}: {first_few(bad)} (data.on_bad_row=skip leaves such rows out)")
+            alike.setdefault(str(error), []).append(number)
+    bad = sum(map(len, alike.values()))
+    told = first_few([_told(word, numbers, reason) for reason, numbers in alike.items()])
+    counted = f"{path}: {bad} of {len(items) + bad} rows cannot be used"
     if not items:
-        raise UsageError(f"{path} is empty: it has no rows" if not bad else f"{counted}: {first_few(bad)}")
+        raise UsageError(f"{counted}: {told}" if bad else f"{path} is empty: it has no rows")
+    if bad and on_bad_row == "error":
+        raise UsageError(f"{counted}: {told} (data.on_bad_row=skip leaves such rows out)")
     if bad and report is not None:
-        report(f"{counted} and are left out: {first_few(bad)}")
+        report(f"{counted} and are left out: {told}")
     return items
+
+
+def _told(word: str, numbers: Sequence[int], reason: str) -> str:
+    more = f" and {len(numbers) - 1} like it" if len(numbers) > 1 else ""
+    return f"{word} {numbers[0]}{more}: {reason}"
 
 
 def first_few(told: Sequence[str]) -> str:
@@ -80,6 +87,8 @@ def _places(path: str | Path) -> tuple[Iterator[tuple[int, Row | BadRow]], str]:
     path = Path(path)
     if not path.is_file():
         raise UsageError(f"{path}: no such file: give a .jsonl or .parquet file, or a data set of the Hub as hub:NAME")
+    if path.suffix == ".json" and _is_list(path):
+        return _json_list(path), "item"
     if path.suffix in (".jsonl", ".json"):
         return _jsonl(path), "line"
     if path.suffix == ".parquet":
@@ -105,6 +114,10 @@ def parse_messages(value: Any, column: str) -> list[dict[str, str]]:
             or not isinstance(turn.get("content"), str)
         ):
             raise BadRow(f"column {column!r}: a message needs the strings 'role' and 'content', not {_short(turn)}")
+        if unread := [key for key in ("tool_calls", "reasoning_content", "thinking") if turn.get(key)]:
+            raise BadRow(
+                f"column {column!r}: {unread[0]!r} of a message is not read: write it into 'content' as the model does"
+            )
         if not is_text(turn["content"]):
             raise BadRow(f"column {column!r}: half a surrogate pair is no text, in {_short(turn['content'])}")
         messages.append({"role": turn["role"], "content": turn["content"]})
@@ -123,6 +136,20 @@ def is_text(text: str) -> bool:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _is_list(path: Path) -> bool:
+    with path.open("rb") as file:
+        return next((line.lstrip()[:1] for line in file if line.strip()), b"") == b"["
+
+
+def _json_list(path: Path) -> Iterator[tuple[int, Row | BadRow]]:
+    try:
+        rows = json.loads(path.read_bytes())
+    except ValueError as error:  # JSON or UTF-8
+        raise UsageError(f"{path}: not JSON ({error})") from None
+    for number, row in enumerate(rows, start=1):
+        yield number, row if isinstance(row, dict) else BadRow(f"not a JSON object but {_short(row)}")
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, Row | BadRow]]:

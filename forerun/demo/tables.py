@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +11,13 @@ from rich.table import Table
 
 from forerun.report.progress import duration
 from forerun.report.summary import Summary
+from forerun.trainers.setup import EXPORTED
 
 STAGES = (("attached", "attached"), ("fitted", "closed-form fit"), ("trained", "trained"))
 
 
 def print_report(summary: Summary, console: Console | None = None) -> None:
-    """One table per phase on stdout, and where all figures are."""
+    """One table per phase on stdout, where all figures are, and what to do next."""
     console = console or Console()
     figures = summary.figures
     for table in (
@@ -26,10 +28,12 @@ def print_report(summary: Summary, console: Console | None = None) -> None:
     ):
         console.print(table)
     export = figures["export"]
+    model = shlex.quote(str(summary.path.parent / EXPORTED))
     same = "the same" if export["same_digest"] and export["same_acceptance"] else "NOT the same"
     console.print(
         f"Exported with {export['mtp_tensors']} MTP tensors; a new process finds {same} digest and acceptance "
-        f"({_number(export['acceptance'], '.3f')}).\nAll figures: {summary.path}",
+        f"({_number(export['acceptance'], '.3f')}).\nAll figures: {summary.path}\n"
+        f'next: forerun generate --model {model} --prompt "What is 12 * 7?"',
         highlight=False,
         soft_wrap=True,
     )

@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 
@@ -74,10 +74,13 @@ def check_device_count(ranks: int) -> None:
 def run_as_rank(work: Callable[[], None]) -> None:
     """Do a rank's work. What it raises goes into the file where torchrun looks for it, and ends the process.
 
-    Output of ranks other than 0 goes into a file beside that one.
+    Output of ranks other than 0 goes into a file beside that one; without torchrun nowhere, but for what is raised.
     """
-    if not os.environ.get(_ERROR_FILE):  # not torchrun: nobody would read the files
-        return work()
+    if not os.environ.get(_ERROR_FILE):  # srun or mpirun: nobody would read the files
+        if os.environ["RANK"] == "0":
+            return work()
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            return work()
     if int(os.environ["RANK"]) != 0:
         redirect_output(Path(os.environ[_ERROR_FILE]).with_name(OUTPUT_FILE))
     try:

@@ -23,7 +23,7 @@ from forerun.planner.hardware import BYTES, Hardware, Precision
 from forerun.planner.serving_memory import Serving, serving
 from forerun.planner.shape import FoundConfig, ModelShape, find_config, shape_of
 from forerun.planner.training import Device, Layout, TrainingRun
-from forerun.trainers.checks import check_demo_model, check_layout
+from forerun.trainers.checks import check_layout
 from forerun.trainers.setup import named_device
 
 
@@ -170,7 +170,6 @@ def _is_rl(path: Path | None, overrides: Sequence[str]) -> bool:
 
 
 def _shape(model: ModelConfig) -> ModelShape:
-    check_demo_model(model.path)
     found = find_config(model.path)
     config = found.config
     if model.override_config and found.directory is not None:

@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from forerun.checkpoint.files import shown, where_from
 from forerun.errors import UsageError
 from forerun.planner.hardware import Precision
 
@@ -158,8 +159,8 @@ def find_config(model: str) -> FoundConfig:
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     if not path.is_file():
         raise UsageError(
-            f"{model} is neither a directory with a config.json nor a known model: give one, or one of "
-            + ", ".join(shipped)
+            f"{shown(model)} is neither a directory with a config.json nor a known model: {where_from(model)}, or one "
+            f"of {', '.join(shipped)}"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

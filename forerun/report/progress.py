@@ -46,7 +46,7 @@ class ProgressBar:
         self.done = self._done_before = done
         self._file = file if file is not None else sys.stderr
         self._clock = clock
-        self._start = self._last_line = clock()
+        self._start = self._last_line = self._last_advance = clock()
         self._note = ""
         self._rich: Progress | None = None
         console = Console(file=self._file)
@@ -54,7 +54,7 @@ class ProgressBar:
             self._rich = Progress(
                 SpinnerColumn(),
                 TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=10),  # so short, the words fit beside it into 80 columns
                 _State(self),
                 console=console,
             )
@@ -68,19 +68,22 @@ class ProgressBar:
 
     @property
     def rate(self) -> float | None:
-        """Units a second since the start; None before the first."""
-        new = self.done - self._done_before
-        return new / self.elapsed if new > 0 and self.elapsed > 0 else None
+        """Units a second, from the start to the last that was done; None before the first."""
+        new, seconds = self.done - self._done_before, self._last_advance - self._start
+        return new / seconds if new > 0 and seconds > 0 else None
 
     @property
     def eta(self) -> float | None:
         """Seconds until the end at the rate so far; None while that cannot be told."""
         rate = self.rate
-        return None if rate is None or self.total is None else max(0.0, self.total - self.done) / rate
+        if rate is None or self.total is None:
+            return None
+        return max(0.0, (self.total - self.done) / rate - (self._clock() - self._last_advance))
 
     def advance(self, amount: float = 1, note: str | None = None) -> None:
         """Count `amount` units as done; `note` is a short figure shown at the end of the line."""
         self.done += amount
+        self._last_advance = self._clock()
         if note is not None:
             self._note = note
         if self._rich is not None:
@@ -107,7 +110,7 @@ class ProgressBar:
         return "  ".join(parts + ([self._note] if self._note else []))
 
     def __enter__(self) -> Self:
-        self._start = self._last_line = self._clock()
+        self._start = self._last_line = self._last_advance = self._clock()
         if self._rich is not None:
             self._rich.start()
         else:

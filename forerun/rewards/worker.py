@@ -31,7 +31,7 @@ def resolve(spec: str, kwargs: Mapping[str, Any]) -> Scorer:
     """The function that a name means: a built-in one, "package.module:function" or "path/to/file.py:function".
 
     `kwargs` go to a function of the user's own with every call. `auto` picks by data source: reasoning_gym for
-    `reasoning_gym/...`, math for everything else.
+    `reasoning_gym/...` with the task's entry, math for everything else.
 
     Raises:
         ValueError: one line that says what is wrong with the name.
@@ -54,7 +54,7 @@ def resolve(spec: str, kwargs: Mapping[str, Any]) -> Scorer:
         def built_in(prompt: Any, response: str, truth: Any, extra: dict[str, Any], source: str) -> float:
             name = spec
             if spec == "auto":
-                name = "reasoning_gym" if source.startswith("reasoning_gym/") else "math"
+                name = "reasoning_gym" if source.startswith("reasoning_gym/") and "entry" in extra else "math"
             return functions[name](prompt, response, truth, extra)
 
         return built_in

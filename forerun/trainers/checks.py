@@ -20,9 +20,6 @@ from forerun.models.config_overrides import overridden_config
 from forerun.trainers.megatron_setup import check_megatron
 from forerun.trainers.setup import resolve_device
 
-# Where `forerun demo` leaves its model, from which recipes start.
-_DEMO_MODEL = Path("forerun-demo/model")
-
 
 def check_config(config: SFTConfig | RLConfig, has_data: bool, has_model: bool) -> None:
     """Check a configuration; objects that the caller brings stand in for the paths that name them.
@@ -40,23 +37,12 @@ def check_config(config: SFTConfig | RLConfig, has_data: bool, has_model: bool) 
             raise UsageError(f"trainer.output_dir={output}: {place} is a file, name a directory")
     if has_model:
         return
-    check_demo_model(config.model.path)
     try:
         reader = CheckpointReader(config.model.path)
     except UsageError as error:
         raise UsageError(f"model.path: {error}") from None
     if config.model.override_config:
         overridden_config(reader, config.model.override_config, config.model.trust_remote_code)
-
-
-def check_demo_model(path: str) -> None:
-    """Say to who starts with a recipe how the model comes about that it names.
-
-    Raises:
-        UsageError: the path is that of the demo's model, which is not there.
-    """
-    if Path(path) == _DEMO_MODEL and not Path(path).exists():
-        raise UsageError(f"model.path={path} is not there: run `forerun demo`, which makes it, or set model.path")
 
 
 def check_ranks(config: SFTConfig | RLConfig, num_ranks: int | None) -> None:

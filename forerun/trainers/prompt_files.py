@@ -25,6 +25,29 @@ def read_files(files: Sequence[str], limit: int | None, data: DataConfig) -> lis
     return [prompt for file in files for prompt in read_prompts(file, data.on_bad_row, logger.warning)][:limit]
 
 
+def check_ground_truth(prompts: Sequence[Prompt], function: str) -> None:
+    """Refuse prompts without what a built-in reward compares an answer with.
+
+    Args:
+        function: `reward.function`; one of the user's own may do without.
+
+    Raises:
+        UsageError
+    """
+    compares = {
+        "math": lambda prompt: True,
+        "exact_match": lambda prompt: True,
+        "auto": lambda prompt: "entry" not in prompt.extra_info,  # of a reasoning-gym task, which scores by itself
+    }.get(function, lambda prompt: False)
+    bare = [prompt.place for prompt in prompts if prompt.ground_truth is None and compares(prompt)]
+    if bare:
+        raise UsageError(
+            f"{len(bare)} of {len(prompts)} prompts have no ground truth for reward.function={function} to compare "
+            f"with ({first_few(bare)}): give each row a column ground_truth, answer or solution, or verl's "
+            "reward_model.ground_truth, or write a reward.function of your own"
+        )
+
+
 def usable_prompts(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, limit: int, data: DataConfig
 ) -> list[Prompt]:

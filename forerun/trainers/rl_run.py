@@ -35,7 +35,7 @@ from forerun.trainers.experience import Sample, rollout_figures, text_table
 from forerun.trainers.judging import Scorer, check_rewards, judged_samples
 from forerun.trainers.megatron_setup import make_megatron_engine
 from forerun.trainers.policy_update import PolicyUpdate, ReferencePolicy, frozen_copy
-from forerun.trainers.prompt_files import read_files, usable_prompts
+from forerun.trainers.prompt_files import check_ground_truth, read_files, usable_prompts
 from forerun.trainers.ranked import RankedScorer
 from forerun.trainers.rollout_requests import RequestMaker
 from forerun.trainers.setup import (
@@ -105,6 +105,8 @@ class RLRun(ABC):
         self.eval_prompts = self._usable(eval_prompts) if eval_prompts else []
         self.order = DataOrder(len(self.prompts), config.trainer.seed, data.shuffle)
         self._owned = ExitStack()
+        if reward is None:
+            check_ground_truth([*self.prompts, *self.eval_prompts], config.reward.function)
         if reward is None and self.ranks.rank == 0:
             reward = self._owned.enter_context(
                 RewardRunner(

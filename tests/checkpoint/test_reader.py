@@ -186,6 +186,21 @@ def test_a_path_that_is_no_directory(tmp_path: Path, given: str) -> None:
         CheckpointReader(tmp_path / given)
 
 
+def test_a_path_that_is_not_there_gets_the_way_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path, way in (
+        ("forerun-demo/model", "run `forerun demo`, which makes it"),
+        ("Qwen/Qwen3-8B", "`hf download Qwen/Qwen3-8B --local-dir DIR`"),
+        ("models/a/b", "is not a directory: give a Hugging Face checkpoint directory"),
+    ):
+        with pytest.raises(UsageError, match=way):
+            CheckpointReader(path)
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"^run has no config\.json: give run/model, which has one$"):
+        CheckpointReader("run")
+
+
 def as_hub_cache(whole: Path, at: Path) -> Path:
     """The layout of the Hugging Face hub's cache: a snapshot is links to the repository's blobs."""
     snapshot = at / "models--me--tiny" / "snapshots" / ("0" * 40)

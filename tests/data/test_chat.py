@@ -100,6 +100,24 @@ def test_examples_in_every_column_layout_are_one(tmp_path, tokenizer):
     assert len(documents) == 3 and documents[0] == documents[1] == documents[2]
 
 
+def test_rows_that_are_alike_are_told_once(tmp_path):
+    """Where no row is usable, leaving bad ones out is no way out."""
+    path = write(tmp_path / "a.jsonl", [{"text": "a"}] * 3 + ["{"] + [{"text": "b"}])
+    said = "line 1 and 3 like it: needs 'messages', or 'prompt' and 'response', but has 'text'; line 4: not JSON"
+    with pytest.raises(UsageError, match=f"5 of 5 rows cannot be used: {said}") as refused:
+        read_examples(path)
+    assert "on_bad_row" not in str(refused.value)
+
+
+def test_a_message_keeps_all_that_it_says_or_is_refused(tmp_path):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    path = write(tmp_path / "a.jsonl", [{"messages": [*CONVERSATION[:3], call]}])
+    with pytest.raises(UsageError, match="column 'messages': 'tool_calls' of a message is not read: write it into"):
+        read_examples(path)
+    path = write(tmp_path / "b.jsonl", [{"messages": [CONVERSATION[1], CONVERSATION[2] | {"tool_calls": None}]}])
+    assert read_examples(path)[0].messages == CONVERSATION[1:3]
+
+
 def test_bad_examples_are_named(tmp_path, tokenizer):
     rows = [{"prompt": "a", "response": "b"}, {"prompt": "a"}, "{", {"messages": CONVERSATION[:2]}]
     path = write(tmp_path / "a.jsonl", rows)
@@ -138,7 +156,8 @@ def test_examples_that_are_too_long(tmp_path, tokenizer):
 
 
 def test_of_many_the_first_few_are_told_and_how_many_there_are(tmp_path, make_tokenizer):
-    path = write(tmp_path / "a.jsonl", ["{"] * 7 + [{"messages": CONVERSATION[:3]}] * 5)
+    bad = [{str(number): 0} for number in range(7)]
+    path = write(tmp_path / "a.jsonl", bad + [{"messages": CONVERSATION[:3]}] * 5)
     with pytest.raises(UsageError, match=r"7 of 12 rows cannot be used: line 1: .*; line 3: [^;]*; and 4 more \("):
         read_examples(path)
     examples = read_examples(path, "skip")

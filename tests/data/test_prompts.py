@@ -46,6 +46,26 @@ def test_what_is_optional(tmp_path):
     assert second.ground_truth == 4
 
 
+def test_a_json_file_may_be_one_list(tmp_path):
+    (tmp_path / "p.json").write_text(json.dumps([*ROWS, {"question": "x"}], indent=1))
+    with pytest.raises(UsageError, match=r"p\.json: 1 of 3 rows cannot be used: item 3: no column 'prompt'"):
+        read_prompts(tmp_path / "p.json")
+    prompts = read_prompts(tmp_path / "p.json", "skip")
+    assert [(prompt.ground_truth, prompt.place[-6:]) for prompt in prompts] == [("2", "item 1"), ("3", "item 2")]
+    (tmp_path / "p.json").write_text("[{}")
+    with pytest.raises(UsageError, match=r"p\.json: not JSON \("):
+        read_prompts(tmp_path / "p.json")
+    (tmp_path / "p.json").write_text(json.dumps(ROWS[0]))
+    assert read_prompts(tmp_path / "p.json") == prompts[:1]  # an object a line
+
+
+def test_the_ground_truth_may_be_a_column(tmp_path):
+    rows = [{"answer": "1"}, {"solution": "2"}, {"ground_truth": 3, "answer": "no"}, {"answer": None}]
+    rows.append({"answer": "no", "reward_model": {"ground_truth": "5"}})
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": "x"} | row) for row in rows))
+    assert [prompt.ground_truth for prompt in read_prompts(tmp_path / "p.jsonl")] == ["1", "2", 3, None, "5"]
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

@@ -20,7 +20,9 @@ from forerun.config import RLConfig, SFTConfig
 from forerun.config_file import load_config
 from forerun.errors import UsageError
 from forerun.launch.command import run as run_command
+from forerun.launch.rank import run_as_rank
 from forerun.models.carrier import named_weights
+from forerun.report.progress import ProgressBar
 from forerun.trainers.rl import RLTrainer
 from forerun.trainers.sft import SFTTrainer
 from tests.trainers.test_sft import write_examples
@@ -231,7 +233,7 @@ REFUSED = [
     ([*TWO, "engine.context_parallel_size=4"], "engine.context_parallel_size=4 must divide the number of ranks, 2"),
     ([*TWO, "engine.device=cpu:0"], "engine.device=cpu:0 would put every rank there"),
     ([*TWO, "freeze_trunk=true", "cache_hiddens=true"], "set cache_hiddens=false"),
-    ([*TWO, "model.path=forerun-demo/model"], "run `forerun demo`, which makes it, or set model.path"),
+    ([*TWO, "model.path=forerun-demo/model"], "model.path: forerun-demo/model is not a directory: run `forerun demo`"),
     ([*TWO, "model.path=/nowhere"], "model.path: /nowhere is not a directory"),
     (["engine.autocast=bfloat16", "engine.param_dtype=bfloat16"], "engine.autocast and engine.param_dtype both set"),
 ]
@@ -246,6 +248,25 @@ def test_settings_that_contradict_are_refused_before_anything_starts(
         run_command("sft", place / "run.yaml", [f"trainer.output_dir={place / 'refused'}", *settings])
     assert message in str(refused.value) and "\n" not in str(refused.value)
     assert not (place / "refused").exists()
+
+
+def test_ranks_that_srun_or_mpirun_started_are_quiet_but_for_their_errors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> None:
+        print("a result")
+        with ProgressBar("sft", 2):
+            raise UsageError("no data")
+
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        assert cli.outcome(lambda: run_as_rank(work) or 0) == 2
+        said = capsys.readouterr()
+        assert said.err.splitlines()[-1] == "forerun: error: no data"
+        assert ("a result" in said.out, "sft: 2 steps to do" in said.err) == (
+            (True, True) if rank == "0" else (False, False)
+        )
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,16 @@ def test_one_of_anything_and_a_total_that_turns_out_smaller() -> None:
     assert bar.state() == " 50%  4/8 steps  1 steps/s  ETA 4.0s"
 
 
+def test_the_end_comes_nearer_while_a_slow_step_is_at_work() -> None:
+    bar = ProgressBar("rl", total=3, file=io.StringIO(), clock=(clock := Clock()))
+    clock.now += 60
+    bar.advance()
+    clock.now += 50
+    assert bar.state() == " 33%  1/3 steps  60 s each  ETA 1:10"
+    clock.now += 90
+    assert bar.state() == " 33%  1/3 steps  60 s each  ETA 0.0s"
+
+
 def test_what_an_earlier_run_did_is_not_taken_for_speed() -> None:
     out, clock = io.StringIO(), Clock()
     with ProgressBar("train", total=100, file=out, clock=clock, done=90) as bar:

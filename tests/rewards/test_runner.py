@@ -182,11 +182,12 @@ def test_module_path_and_built_ins_by_source():
             [
                 RewardRequest([], "#### 0.50", "1/2", "openai/gsm8k"),
                 RewardRequest([], "it is 2", None, "reasoning_gym/chain_sum", {"task": "chain_sum", "entry": entry}),
+                RewardRequest([], "it is 3", "3", "reasoning_gym/chain_sum"),
                 RewardRequest([], "hm", None, "openai/gsm8k"),
             ]
         )
-    assert [(r.score, r.event) for r in results] == [(1.0, None), (1.0, None), (0.0, "exception")]
-    assert "needs a ground truth" in results[2].detail
+    assert [(r.score, r.event) for r in results] == [(1.0, None)] * 3 + [(0.0, "exception")]
+    assert "needs a ground truth" in results[3].detail
 
 
 def test_closing_ends_the_workers(source):

@@ -16,6 +16,7 @@ from forerun.data.prompts import Prompt
 from forerun.errors import ForerunError, UsageError
 from forerun.models.carrier import named_weights
 from forerun.rewards.protocol import RewardRequest, RewardResult
+from forerun.trainers.prompt_files import check_ground_truth
 from forerun.trainers.rl import RLTrainer
 from tests.trainers.tiny import make_tokenizer
 from tests.trainers.tiny_rl import MTP, PROMPTS, assert_same, settings, trainer, trunk, weights
@@ -128,6 +129,18 @@ def test_held_out_prompts_are_answered_greedily(tmp_path: Path) -> None:
     made = trainer(settings(tmp_path), eval_prompts=PROMPTS[:2])
     assert made.evaluate() == made.evaluate()
     assert made.evaluate().keys() >= {"val/reward_mean", "val/response_length_mean"}
+
+
+def test_a_ground_truth_that_the_reward_needs_is_missed_before_the_model_is_loaded(tmp_path: Path) -> None:
+    bare = Prompt([{"role": "user", "content": "hm"}], None, "tiny", place="p.jsonl, line 7")
+    for function in ("math", "auto", "exact_match"):
+        said = rf"1 of 2 prompts have no ground truth for reward\.function={function} .*p\.jsonl, line 7"
+        with pytest.raises(UsageError, match=said):
+            check_ground_truth([PROMPTS[0], bare], function)
+    check_ground_truth([bare], "mine.py:score")
+    check_ground_truth([replace(bare, extra_info={"task": "gcd", "entry": {}})], "auto")
+    with pytest.raises(UsageError, match="1 of 1 prompts have no ground truth"):
+        trainer(settings(tmp_path), prompts=[bare], reward=None)
 
 
 def test_long_prompts_stop_the_run_or_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
