@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from forerun.checkpoint.block_names import matrix_of, unpacks
 from forerun.checkpoint.contents import Stored, listed
 from forerun.checkpoint.files import shown
 from forerun.checkpoint.findings import Inspection
-from forerun.checkpoint.reader import TensorHeader
+from forerun.checkpoint.reader import CONFIG, CheckpointReader, TensorHeader
 from forerun.checkpoint.trunk import FLOATS
+from forerun.errors import UsageError
 from forerun.families import text_section
 
 # What quantisation methods call the list of modules that they leave alone.
@@ -24,6 +25,22 @@ _EXEMPTIONS = (
     *("modules_to_not_convert", "ignore", "ignored_layers"),
     *("exclude", "exclude_modules", "llm_int8_skip_modules"),
 )
+
+
+def refuse_undeclared(reader: CheckpointReader, is_mtp: Callable[[str], bool]) -> None:
+    """Refuse a trunk with quantised weights of which config.json says nothing: loaders take them without their scales.
+
+    Raises:
+        UsageError: it has some, or a file's header cannot be read.
+    """
+    for shard in reader.shards:
+        for name, header in reader.headers(shard).items():
+            quantised = name.endswith(".weight") and header.dtype not in FLOATS and not is_mtp(name)
+            if quantised and _settings(reader.config) is None:
+                raise UsageError(
+                    f"{shown(name)} in {reader.path / shard} is quantised ({header.dtype}), and {CONFIG} has no "
+                    "quantization_config: restore the one that was saved with these weights"
+                )
 
 
 def compare_quantisation(

@@ -22,6 +22,7 @@ SUFFIX = ".safetensors"
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 _PICKLES = "pickles, which can run code when they are opened: convert them to safetensors where you trust them"
+ADAPTER = "adapter_config.json"
 _OTHER_FORMATS = dict.fromkeys((".bin", ".pt", ".pth"), _PICKLES) | {
     ".gguf": "GGUF, which llama.cpp reads: give the safetensors checkpoint that it was made from",
 }
@@ -91,6 +92,10 @@ class CheckpointReader:
             names = sorted(entry.name for entry in os.scandir(self.path))
         except OSError:
             return ""
+        if ADAPTER in names:
+            return (
+                f" ({ADAPTER}: an adapter, to be merged into its model first, by peft's merge_and_unload for instance)"
+            )
         for name in names:
             if meaning := _OTHER_FORMATS.get(Path(name).suffix):
                 return f" ({shown(name)}: {meaning})"
@@ -139,7 +144,7 @@ class CheckpointReader:
         """
         if shard is None:
             if name not in self._file_of:
-                raise UsageError(f"{self.path} has no tensor {shown(name)}")
+                raise UsageError(f"{self.path} has no tensor {shown(name)}: restore it, or correct {CONFIG}")
             shard = self._file_of[name]
         with self._open(shard) as file:
             try:

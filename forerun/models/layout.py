@@ -103,7 +103,10 @@ def fill(
 
 def _copy(name: str, tensor: Tensor, place: Tensor) -> None:
     if tensor.shape != place.shape:
-        raise ForerunError(f"{name} has shape {tuple(tensor.shape)}, the block needs {tuple(place.shape)}")
+        raise ForerunError(
+            f"{name} has shape {tuple(tensor.shape)}, the block needs {tuple(place.shape)}: config.json and weights do "
+            "not belong together"
+        )
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise ForerunError(f"{name} is quantised ({tensor.dtype}): load a checkpoint whose MTP tensors are not")
     place.copy_(tensor)

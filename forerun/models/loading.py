@@ -17,7 +17,9 @@ from transformers import logging as transformers_logging
 from transformers.initialization import meta_device_safe_creation_ops
 
 from forerun.checkpoint.hub import local_directory
-from forerun.checkpoint.reader import CONFIG, CheckpointReader
+from forerun.checkpoint.quantised import refuse_undeclared
+from forerun.checkpoint.reader import ADAPTER, CONFIG, CheckpointReader
+from forerun.checkpoint.tied import refuse_second_head
 from forerun.errors import ForerunError, UsageError, one_line
 from forerun.families import FamilyRecord, declared_depth, family_of, present_depth
 from forerun.families.megatron import refuse_megatron_names
@@ -58,9 +60,10 @@ def load(
         An `MTPCarrier`, or the plain model where the checkpoint has no block or `enable` is false.
 
     Raises:
-        UsageError: not a checkpoint; `enable=True` on one without MTP; `repeat_layer` on one with several layers; a
-            weight of the trunk missing, or a depth declared of which tensors are missing; a family that is not
-            supported; an override of a key that is not there.
+        UsageError: not a checkpoint, or one with an adapter in it; `enable=True` on one without MTP; `repeat_layer` on
+            one with several layers; a weight of the trunk missing, or a depth declared of which tensors are missing;
+            quantised weights without a quantization_config; a tied LM head that differs from the embedding; a family
+            that is not supported; an override of a key that is not there.
         ForerunError: an MTP tensor has another shape than its place, is quantised, or is one that the family does not
             know; a copy of the embedding or the LM head differs from the trunk's.
     """
@@ -68,6 +71,11 @@ def load(
     if override_config:
         reader.config = overridden_config(reader, override_config, trust_remote_code)
     refuse_megatron_names(path, reader.tensor_names)
+    if os.path.lexists(reader.path / ADAPTER):  # which transformers reads or not, as peft is installed or not
+        raise UsageError(
+            f"{path} holds an adapter beside the model, {ADAPTER}: merge the two, by peft's merge_and_unload for "
+            "instance, or remove the adapter's files"
+        )
     family = family_of(reader.config)
     depth = present_depth(family, reader.config, reader.tensor_names)
     declared = declared_depth(family, reader.config)
@@ -111,6 +119,9 @@ def _load_trunk(
         config = build_config(reader, family, trust_remote_code)
         if meta:
             return _without_weights(reader, config, dtype, trust_remote_code)
+        layers = config.get_text_config().num_hidden_layers
+        refuse_undeclared(reader, lambda name: family.owns(name, depth, layers))
+        refuse_second_head(reader)
         loaded: Any = _trunk_class(reader.config).from_pretrained(
             path,
             config=config,
@@ -119,6 +130,8 @@ def _load_trunk(
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
+    except ForerunError:
+        raise
     except Exception as error:  # a wrong value in config.json ends in whatever the model's code makes of it
         if "trust_remote_code" in str(error):
             raise UsageError(
@@ -138,7 +151,6 @@ def _load_trunk(
         )
     if missing := sorted(found["missing_keys"]):  # transformers has filled them with random numbers
         raise UsageError(f"{path} lacks {len(missing)} of the trunk's weights, first {missing[0]}: restore them")
-    layers = model.config.get_text_config().num_hidden_layers
     others = (name for name in found["unexpected_keys"] if not family.owns(name, depth, layers))
     if unused := sorted(others):
         logger.warning("%s holds %d tensors that config.json has no use for, first %s", path, len(unused), unused[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from forerun import MTPConfig, attach, load
 from forerun.errors import ForerunError
 from tests.models.tiny import tiny_model
+
+Tensors = dict[str, torch.Tensor]
 
 
 def test_a_lenient_load_state_dict_fills_the_block(tmp_path: Path) -> None:
@@ -33,3 +37,69 @@ def test_a_missing_embedding_or_head_is_named(tmp_path: Path, name: str) -> None
     save_file({n: t for n, t in load_file(weights).items() if n != name}, weights, {"format": "pt"})
     with pytest.raises(ForerunError, match=f"lacks 1 of the trunk's weights, first {name}"):
         load(tmp_path / "out")
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+HEAD = "lm_head.weight"
+
+
+def packed(tensors: Tensors) -> None:
+    tensors[UP] = tensors[UP].to(torch.float8_e4m3fn)
+    tensors[UP + "_scale_inv"] = torch.full((1, 1), 3.0)
+
+
+def rounded(tensors: Tensors) -> None:
+    tensors[UP] = tensors[UP].to(torch.int8)
+
+
+def second_head(tensors: Tensors) -> None:
+    tensors[HEAD] = 2 * tensors["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (packed, rf"^{UP} in .*model.safetensors is quantised \(F8_E4M3\), and config.json has no quantization_config"),
+        (rounded, r"is quantised \(I8\)"),
+        (second_head, f"ties the LM head to the embedding, and {HEAD} in the files is another: set tie_word_emb"),
+    ],
+)
+def test_numbers_that_mean_something_else_are_refused(
+    change: Callable[[Tensors], None], message: str, tmp_path: Path
+) -> None:
+    """transformers reads them without a word. What config.json explains is taken."""
+    attach(tiny_model(dtype=torch.float32), MTPConfig(enable=True)).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ForerunError, match=message):
+        load(tmp_path)
+    if change is rounded:
+        return
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": change is packed}
+    if change is packed:
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = dict(load(tmp_path).named_parameters())
+    assert torch.equal(found[UP], weights[UP].float() * (3.0 if change is packed else 1.0))
+    assert change is packed or torch.equal(found[HEAD], weights[HEAD])
+
+
+def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
+    attach(tiny_model(dtype=torch.float32), MTPConfig(enable=True)).save_pretrained(tmp_path, max_shard_size=3000)
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[2]
+    shard.write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(ForerunError, match=f"^cannot read {shard}: .* damaged or cut short, copy it again$"):
+        load(tmp_path)
+
+
+def test_an_adapter_is_not_passed_over(tmp_path: Path) -> None:
+    attach(tiny_model(dtype=torch.float32), MTPConfig(enable=True)).save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ForerunError, match=r"holds an adapter beside the model, adapter_config.json: merge the two"):
+        load(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(
+        ForerunError, match=r"no Hugging Face checkpoint directory \(adapter_config.json: an adapter, to"
+    ):
+        load(tmp_path)
