@@ -28,6 +28,8 @@ OPTIMIZER_DIRECTORY = "optimizer"
 # Checkpoints from before ranks wrote their own parts do not list their files. The optimizer's tensors lie among the
 # model's there, and rank 0's random numbers in this file.
 OLD_RANDOM_FILE = "random_state.safetensors"
+# What a STATE_FILE has at least.
+_KINDS = {"global_step": int, "trained": list, "scheduler": dict, "learning_rates": list, "extra": dict}
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -183,13 +185,25 @@ def _read_document(directory: Path) -> dict[str, Any]:
         raise ForerunError(f"{directory} is not a training checkpoint: {STATE_FILE} is missing")
     with _reading(directory):
         content = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
-        if absent := {"global_step", "trained", "scheduler", "learning_rates", "extra"} - set(content):
-            raise ValueError(f"{STATE_FILE} lacks {min(absent)}")
-        for name, size in content.get("files", {}).items():
-            # A shard that is not there would leave its part of the weights as they are.
-            if (found := (directory / name).stat().st_size) != size:
-                raise ValueError(f"{name} has {found} bytes instead of {size}")
+        if "layout" in content:
+            raise ForerunError(f"{directory} was written by another engine: set engine.strategy=megatron")
+        for name, kind in _KINDS.items():
+            if not isinstance(content.get(name), kind):
+                raise ValueError(f"{STATE_FILE} has no {name} of type {kind.__name__}")
+        if "files" in content:
+            _check_files(directory, content["files"])
         return content
+
+
+def _check_files(directory: Path, sizes: Mapping[str, int]) -> None:
+    """Compare what lies there with what was written: a shard that is not there would leave its part of the weights as
+    they are, and one too many would write over some."""
+    for name, size in sizes.items():
+        if (found := (directory / name).stat().st_size) != size:
+            raise ValueError(f"{name} has {found} bytes instead of {size}")
+    there = {file.relative_to(directory).as_posix() for file in directory.rglob("*.safetensors")}
+    if strange := sorted(there - sizes.keys()):
+        raise ForerunError(f"{directory} holds {strange[0]}, which is no part of the checkpoint: move it elsewhere")
 
 
 @contextmanager

@@ -327,7 +327,7 @@ def check_names(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     missing = sorted(own.keys() - given.keys())
     unknown = sorted(given.keys() - own.keys())
     if missing:
-        raise ForerunError(f"{len(missing)} weights are missing, first {missing[0]}: send every weight, MTP included")
+        raise ForerunError(f"{len(missing)} weights are missing, first {missing[0]}: every one is needed, MTP included")
     if unknown:
         raise ForerunError(f"{len(unknown)} weights have no place in the model, first {unknown[0]}")
     for name, tensor in given.items():

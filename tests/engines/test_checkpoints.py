@@ -203,13 +203,32 @@ def damage_random(checkpoint: Path) -> None:
     file.write_bytes(content.replace(b'\\"python\\"', b'\\"pythin\\"'))
 
 
-@pytest.mark.parametrize("damage", [damage_shard, damage_moments, damage_header, damage_random])
+def damage_state(checkpoint: Path) -> None:
+    file = checkpoint / "trainer_state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"scheduler": "none"}))
+
+
+@pytest.mark.parametrize("damage", [damage_shard, damage_moments, damage_header, damage_random, damage_state])
 def test_a_damaged_part_is_found(damage: Any, two_ranks_checkpoint: tuple[Path, list[Any]], tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint-2"
     shutil.copytree(two_ranks_checkpoint[0], checkpoint)
     damage(checkpoint)
     with pytest.raises(ForerunError, match=r"checkpoint-2[a-z/]* cannot be read .*: resume from an older checkpoint$"):
         engine(Case(depths=2)).load(checkpoint)
+
+
+def test_what_a_save_did_not_write_is_not_read(two_ranks_checkpoint: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    """The whole model that somebody put together there, for instance; and what another engine wrote."""
+    checkpoint, made = tmp_path / "checkpoint-2", engine(Case(depths=2))
+    shutil.copytree(two_ranks_checkpoint[0], checkpoint)
+    before = {name: tensor.clone() for name, tensor in made.named_weights()}
+    save_file({name: torch.zeros_like(tensor) for name, tensor in before.items()}, checkpoint / "model.safetensors")
+    with pytest.raises(ForerunError, match=r"checkpoint-2 holds model.safetensors, which is no part of the checkpoint"):
+        made.load(checkpoint)
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"layout": {}, "num_ranks": 2, "global_step": 2}))
+    with pytest.raises(ForerunError, match=r"written by another engine: set engine.strategy=megatron$"):
+        made.load(checkpoint)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.named_weights())
 
 
 def test_a_checkpoint_from_before_shards_is_read(tmp_path: Path) -> None:
