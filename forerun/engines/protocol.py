@@ -24,6 +24,10 @@ ends in `_max` are merged by maximum.
 """
 
 
+MainLoss = Callable[[Tensor, Tensor, Batch], tuple[Tensor, Mapping[str, Tensor | float]]]
+"""(log_probs, entropies, micro-batch) -> (loss, metrics): both terms of the main loss, see `main_loss`."""
+
+
 class NonFiniteError(ForerunError):
     """A loss or a gradient is NaN or infinite. The weights are those of the last good step."""
 
@@ -31,6 +35,20 @@ class NonFiniteError(ForerunError):
 def predicted_mask(batch: Batch) -> Tensor:
     """bool [B, S]: token j is a supervised target with a predecessor in its document, so it has a log-probability."""
     return batch.target_mask.roll(1, dims=1)  # target_mask is False at the last position, so nothing wraps round
+
+
+def main_loss(loss_fn: LossFn, entropy_loss_fn: LossFn | None = None) -> MainLoss:
+    """The main loss out of its one or two terms, with the metrics that every engine adds to theirs."""
+
+    def both(log_probs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+        loss, metrics = loss_fn(log_probs, batch)
+        if entropy_loss_fn is not None:
+            term, more = entropy_loss_fn(entropy, batch)
+            loss, metrics = loss + term, {**metrics, **more}
+        sums = {"loss": loss.detach(), "entropy_sum": entropy.detach().sum()}
+        return loss, {**sums, "target_count": float(batch.num_targets), **metrics}
+
+    return both
 
 
 def merge_metrics(total: dict[str, float], new: Mapping[str, Tensor | float]) -> None:
@@ -60,11 +78,19 @@ class TrainingEngine(Protocol):
 
     global_step: int
 
-    def forward_backward(self, batches: Sequence[Batch], loss_fn: LossFn, temperature: float = 1.0) -> dict[str, float]:
+    def forward_backward(
+        self,
+        batches: Sequence[Batch],
+        loss_fn: LossFn,
+        temperature: float = 1.0,
+        entropy_loss_fn: LossFn | None = None,
+    ) -> dict[str, float]:
         """Accumulate the gradient of the summed main loss and the grafted MTP loss over all micro-batches.
 
         `temperature` divides the logits behind the log-probabilities (RL: the rollout's). The MTP loss is
-        divided by N_k of *all* these micro-batches, so they must be exactly one optimizer step's.
+        divided by N_k of *all* these micro-batches, so they must be exactly one optimizer step's. `entropy_loss_fn` is
+        a further term of the main loss, called as `loss_fn` is, with the entropies of the distributions at each token
+        (nats, at that temperature, differentiable) in place of the log-probabilities.
 
         Returns:
             loss (main, summed), entropy_sum and target_count, the loss function's own metrics, and mtp/* (loss and

@@ -29,7 +29,7 @@ from forerun.engines.optimizer import (
     clip_gradients,
     learning_rates,
 )
-from forerun.engines.protocol import LossFn, NonFiniteError, merge_metrics, step_depth_counts
+from forerun.engines.protocol import LossFn, MainLoss, NonFiniteError, main_loss, merge_metrics, step_depth_counts
 from forerun.engines.random_state import random_state
 from forerun.engines.ranks import RankGroup
 from forerun.engines.saving import Saver, Tensors
@@ -178,7 +178,13 @@ class TorchEngine:
 
     # ---- one step
 
-    def forward_backward(self, batches: Sequence[Batch], loss_fn: LossFn, temperature: float = 1.0) -> dict[str, float]:
+    def forward_backward(
+        self,
+        batches: Sequence[Batch],
+        loss_fn: LossFn,
+        temperature: float = 1.0,
+        entropy_loss_fn: LossFn | None = None,
+    ) -> dict[str, float]:
         if not batches or not any(batch.num_targets for batch in batches):
             raise UsageError("the batch has no supervised target token: check the prompt/response mask of the data")
         self.model.train()
@@ -189,9 +195,8 @@ class TorchEngine:
         stats: MTPStats | None = None
         for batch, own in self.ranks.data.deal(batches):
             batch = batch.to(self.device)
-            total, figures, mtp = self.ranks.run(
-                partial(self._losses, batch, loss_fn if own else _no_loss, counts, temperature)
-            )
+            main = main_loss(loss_fn, entropy_loss_fn) if own else main_loss(_no_loss)
+            total, figures, mtp = self.ranks.run(partial(self._losses, batch, main, counts, temperature))
             if own:
                 merge_metrics(metrics, figures)
             if mtp is not None:
@@ -208,7 +213,7 @@ class TorchEngine:
         return metrics
 
     def _losses(
-        self, batch: Batch, loss_fn: LossFn, counts: Sequence[int] | None, temperature: float
+        self, batch: Batch, main: MainLoss, counts: Sequence[int] | None, temperature: float
     ) -> tuple[Tensor, dict[str, float], MTPStats | None]:
         """A micro-batch's part of the step's loss, its metrics, its MTP statistics."""
         losses: list[Tensor] = []
@@ -224,11 +229,10 @@ class TorchEngine:
                 stats = mtp.stats
             if self.config.train_trunk:
                 log_probs, entropy = self._log_probs(hidden_states, batch, rows, temperature)
-                loss, loss_metrics = loss_fn(log_probs, batch)
+                loss, loss_metrics = main(log_probs, entropy, batch)
                 losses.append(loss)
                 if self.ranks.speaks:
-                    merge_metrics(metrics, {"loss": loss.detach(), "entropy_sum": entropy.sum(), **loss_metrics})
-                    merge_metrics(metrics, {"target_count": float(batch.num_targets)})
+                    merge_metrics(metrics, loss_metrics)
         # Grafting is for trainers that see only their own loss. This one holds both, and their sum has the same
         # gradient.
         return torch.stack([loss.float() for loss in losses]).sum(), metrics, stats

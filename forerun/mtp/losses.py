@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -47,7 +48,7 @@ class Vocabulary:
     """
 
     def sum(self, x: Tensor) -> Tensor:
-        """What sums over the columns come to; differentiable."""
+        """What sums over the columns come to."""
         return x
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,7 +60,7 @@ class Vocabulary:
         return tokens.unsqueeze(-1), torch.ones_like(tokens).unsqueeze(-1)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
-        """[n, V] -> [n, V], differentiable."""
+        """[n, V] -> [n, V]."""
         return F.log_softmax(logits, dim=-1)
 
 
@@ -314,6 +315,42 @@ def fused_loss(
     return ChunkResult(loss, label_hits, agrees.sum(), overlaps, agrees)
 
 
+class _LogProbsAndEntropy(torch.autograd.Function):
+    """Log-probabilities of one token a row, and the rows' entropies.
+
+    With p = softmax(z / T) of the logits z:
+
+        d log p_t / dz_j = (1[j = t] - p_j) / T
+        d H / dz_j       = -p_j (log p_j + H) / T       no time and no memory where no loss is made of the entropy
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, tokens: Tensor, temperature: float, vocabulary: Vocabulary
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        log_p = vocabulary.log_softmax(logits if temperature == 1.0 else logits / temperature)
+        entropy = -vocabulary.sum(log_p.exp().mul_(log_p).sum(dim=-1))
+        column, own = vocabulary.columns(tokens)
+        log_probs = vocabulary.sum(log_p.gather(-1, column) * own).squeeze(-1)
+        ctx.save_for_backward(log_p, column, own, entropy)
+        ctx.temperature = temperature
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_log_prob: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor, None, None, None]:
+        log_p, column, own, entropy = ctx.saved_tensors
+        by_log_prob = (torch.zeros_like(entropy) if by_log_prob is None else by_log_prob).unsqueeze(-1)
+        grad = log_p.exp()
+        if by_entropy is None:
+            grad.mul_(by_log_prob)
+        else:
+            grad.mul_((log_p + entropy.unsqueeze(-1)).mul_(by_entropy.unsqueeze(-1)).add_(by_log_prob))
+        grad.scatter_add_(-1, column, -by_log_prob * own)
+        return grad.div_(-ctx.temperature), None, None, None
+
+
 def chunked_log_probs(
     hidden_states: Tensor,
     targets: Tensor,
@@ -334,19 +371,15 @@ def chunked_log_probs(
         vocabulary: as in `fused_loss`.
 
     Returns:
-        (log_probs [N], differentiable; entropy [N] in nats, without a gradient), float32 (float64 for float64 hiddens).
+        (log_probs [N]; entropy [N] in nats), both differentiable, float32 (float64 for float64 hiddens).
     """
 
     def one(chunk: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        log_p = vocabulary.log_softmax(_at_least_float32(project(chunk)) / temperature)
-        with torch.no_grad():
-            entropy = -vocabulary.sum((log_p.exp() * log_p).sum(dim=-1))
-        column, own = vocabulary.columns(wanted)
-        return vocabulary.sum(log_p.gather(-1, column) * own).squeeze(-1), entropy
+        return _LogProbsAndEntropy.apply(_at_least_float32(project(chunk)), wanted, temperature, vocabulary)
 
     if hidden_states.shape[0] == 0:
         empty = _at_least_float32(hidden_states).sum(dim=-1)
-        return empty, empty.detach()
+        return empty, empty
     differentiable = torch.is_grad_enabled()
     parts = [
         checkpoint(one, h, t, use_reentrant=False) if differentiable else one(h, t)

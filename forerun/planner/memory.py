@@ -14,8 +14,9 @@ from forerun.planner.shape import LayerShape
 from forerun.planner.training import TrainingRun
 
 Parts = dict[str, float]
-# How many float32 tensors of a chunk's logits exist at once: in the main loss while entropies are made, and while the
-# LM head's gradient is; in the MTP loss, and one more where the trunk's distribution is asked for.
+# How many float32 tensors of a chunk's logits exist at once: in the main loss while entropies are made, or their
+# gradient, and while the LM head's gradient is; in the MTP loss, and one more where the trunk's distribution is asked
+# for.
 _ENTROPY_LOGITS, _BACKWARD_LOGITS, _MTP_LOGITS, _TEACHER_LOGITS = 3, 2, 2, 1
 _FLOAT32 = 4
 

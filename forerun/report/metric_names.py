@@ -55,8 +55,9 @@ METRIC_NAMES: tuple[MetricName, ...] = (
         "drafter_in_sync", "", "1 if the rollout engine's drafter has the trainer's weights after the update", "high"
     ),
     MetricName("loss", "", "main loss: mean cross-entropy in nats (SFT), policy objective (RL)"),
-    MetricName("pg_loss", "", "policy objective without the KL term"),
+    MetricName("pg_loss", "", "policy objective without the terms of KL and entropy"),
     MetricName("kl_loss", "nats", "KL to the reference policy, before its coefficient"),
+    MetricName("entropy_loss", "nats", "entropy aggregated as the loss is, before entropy_coeff"),
     MetricName("mtp_loss", "", "MTP loss as it joins the main loss: mean over depths, times its factor", "low"),
     MetricName("mtp/depth_{k}/loss", "nats", "MTP loss of depth k, unscaled (1 - overlap for the loss tv)", "low"),
     MetricName("mtp/depth_{k}/label_top1", "", "positions whose first choice at depth k is the data's token", "high"),

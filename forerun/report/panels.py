@@ -51,7 +51,7 @@ SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
         "Policy",
         (
-            Panel("Entropy", ("entropy",)),
+            Panel("Entropy", ("entropy", "entropy_loss")),
             Panel("Log-prob gap, trainer and rollout", ("log_prob_gap_mean", "log_prob_gap_max")),
             Panel("KL of rollout, and of the update", ("rollout_kl", "ppo_kl")),
             Panel("Clipped or left out", ("pg_clipfrac", "pg_clipfrac_lower", "rollout_rs_masked_fraction")),

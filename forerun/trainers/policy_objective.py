@@ -14,7 +14,7 @@ from forerun.algorithms.rejection import rejection_mask
 from forerun.algorithms.sequences import sequence_lengths
 from forerun.config_algorithm import AlgorithmConfig
 from forerun.data.batch import Batch
-from forerun.engines.protocol import predicted_mask
+from forerun.engines.protocol import LossFn, predicted_mask
 
 # Sums that go through the engine's metrics, which add up over micro-batches and ranks.
 _POLICY = "policy_stats/"
@@ -22,7 +22,7 @@ _GAP = "log_prob_gap/"
 
 
 class PolicyObjective:
-    """The clipped surrogate of one optimizer step, and its KL term, normalised over all its micro-batches.
+    """The clipped surrogate of one optimizer step, its KL term and its entropy, normalised over all its micro-batches.
 
     Args:
         batches: every micro-batch of the step; extras advantages and rollout_log_probs; old_log_probs unless the step
@@ -63,12 +63,23 @@ class PolicyObjective:
         gap = LogProbGap.measure(trainers, batch.extras["rollout_log_probs"], predicted_mask(batch))
         sums = _tagged(_POLICY, result.stats) | _tagged(_GAP, gap)
         loss = self._aggregate(result.losses, mask, ids)
+        if algorithm.use_kl_loss or algorithm.entropy_coeff:
+            sums["pg_loss"] = loss.detach()
         if not algorithm.use_kl_loss:
             return loss, sums
         kl = self._aggregate(
             kl_estimate(log_probs, batch.extras["ref_log_probs"], mask, algorithm.kl_loss_type), mask, ids
         )
-        return loss + algorithm.kl_loss_coef * kl, {"pg_loss": loss.detach(), "kl_loss": kl.detach(), **sums}
+        return loss + algorithm.kl_loss_coef * kl, {**sums, "kl_loss": kl.detach()}
+
+    @property
+    def entropy_loss_fn(self) -> LossFn | None:
+        """The term of the entropies, for the engine's `forward_backward`; None where it has no weight."""
+        return self._entropy_loss if self.algorithm.entropy_coeff else None
+
+    def _entropy_loss(self, entropies: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+        entropy = self._aggregate(entropies, self._mask(batch), batch.document_ids)
+        return -self.algorithm.entropy_coeff * entropy, {"entropy_loss": entropy.detach()}
 
     def figures(self, metrics: MutableMapping[str, float]) -> dict[str, float | None]:
         """pg_clipfrac, ppo_kl, ..., log_prob_gap_mean, log_prob_gap_max, rollout_kl; rollout_rs_masked_fraction.

@@ -76,7 +76,7 @@ class PolicyUpdate:
         for _ in range(config.ppo_epochs):
             for batches in steps:
                 objective = PolicyObjective(batches, config.algorithm, config.rollout.max_response_length)
-                metrics = self.engine.forward_backward(batches, objective, temperature=temperature)
+                metrics = self.engine.forward_backward(batches, objective, temperature, objective.entropy_loss_fn)
                 reports.append({**objective.figures(metrics), **metrics, **self.engine.step()})
         figures = _merged(reports)
         if penalties:

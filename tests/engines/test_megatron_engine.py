@@ -6,7 +6,7 @@ Both compute in float32, so they agree up to its rounding.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -310,16 +310,7 @@ def test_weights_in_bfloat16(sizes: dict[str, Any], two: Ranks, tmp_path: Path) 
     assert all(torch.equal(exported[name], tensor) for name, tensor in found["weights"].items() if name in exported)
 
 
-class Surrogate:
-    """GRPO's clipped objective, the mean over the step's tokens, against log-probabilities of the step before."""
-
-    def __init__(self, batches: list[Batch]) -> None:
-        algorithm = AlgorithmConfig(adv_estimator="grpo", loss_agg_mode="seq-mean-token-mean")
-        self.objective = PolicyObjective(batches, algorithm, 20)
-        self.batches = batches
-
-    def __call__(self, log_probs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        return self.objective(log_probs, batch)
+POLICY = AlgorithmConfig(adv_estimator="grpo", loss_agg_mode="seq-mean-token-mean", entropy_coeff=0.3)
 
 
 def rl_batches(step: int) -> list[Batch]:
@@ -339,7 +330,9 @@ def train_policy(engine: TrainingEngine) -> list[Any]:
     shown: list[Any] = []
     for step in range(2):
         batches = rl_batches(step)
-        shown.append(engine.forward_backward(batches, Surrogate(batches), temperature=0.8) | engine.step())
+        objective = PolicyObjective(batches, POLICY, 20)
+        metrics = engine.forward_backward(batches, objective, 0.8, objective.entropy_loss_fn)
+        shown.append(metrics | engine.step())
     return [*shown, {name: tensor.detach().clone() for name, tensor in engine.named_weights()}]
 
 
@@ -348,7 +341,7 @@ def rank_train_policy(group: dist.ProcessGroup, case: Case) -> list[Any]:
 
 
 @pytest.mark.parametrize("sizes", [{"cp": 2}, {"pp": 2}, {"tp": 2}, {}], ids=["CP2", "PP2", "TP2", "DP2"])
-def test_a_policy_gradient_step_is_the_torch_engines(sizes: dict[str, int], two: Ranks) -> None:
+def test_a_policy_gradient_step_with_entropy_is_the_torch_engines(sizes: dict[str, int], two: Ranks) -> None:
     case = Case(isolated=True, layout=layout(**sizes))
     alone = train_policy(torch_engine(case))
     for found in two.run(rank_train_policy, [case] * 2):

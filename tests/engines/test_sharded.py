@@ -43,6 +43,7 @@ from forerun.errors import ForerunError, UsageError
 from forerun.models.attach import attach
 from forerun.models.carrier import named_weights
 from forerun.mtp.config import MTPConfig
+from forerun.trainers.sft import NextTokenLoss
 from tests.engines import steps
 from tests.engines.steps import MeanLoss, step_batches
 from tests.families.tiny import TRUNKS, VOCAB, tiny_trunk
@@ -137,7 +138,8 @@ def train(made: TorchEngine, steps: int, first: int = 0) -> dict[str, Any]:
     reports, grads = [], {}
     for step in range(first, first + steps):
         batches = step_batches(step)
-        metrics = made.forward_backward(batches, MeanLoss(batches))
+        # With a term of the entropies, whatever it is.
+        metrics = made.forward_backward(batches, MeanLoss(batches), entropy_loss_fn=NextTokenLoss(batches))
         grads = grads or gradients(made)
         reports.append(metrics | made.step())
     held_out = step_batches(99)
@@ -335,7 +337,8 @@ def mixed_by_hand(case: Case, steps: int) -> dict[str, Tensor]:
             low = copy.deepcopy(master.model)
             for parameter in low.parameters():
                 parameter.data, parameter.grad = parameter.data.bfloat16(), None
-            TorchEngine(low, master.config, of_the_step).forward_backward([batch], MeanLoss(batches))
+            alone = TorchEngine(low, master.config, of_the_step)
+            alone.forward_backward([batch], MeanLoss(batches), entropy_loss_fn=NextTokenLoss(batches))
             for own, found in zip(master.model.parameters(), low.parameters(), strict=True):
                 assert found.dtype == found.grad.dtype == torch.bfloat16
                 own.grad = found.grad.float() if own.grad is None else own.grad + found.grad.float()

@@ -328,7 +328,7 @@ _GRADIENTS = [
         "forerun.mtp.losses",
         "checkpoint(one, h, t, use_reentrant=False) if differentiable",
         "checkpoint(one, h.detach(), t, use_reentrant=True) if differentiable",
-        ("tests/mtp/test_losses.py::test_chunked_log_probs[3]",),
+        ("tests/mtp/test_losses.py::test_chunked_log_probs[both-0.6-3]",),
     ),
     Mutation(
         10,

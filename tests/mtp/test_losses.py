@@ -214,7 +214,9 @@ def test_soft_loss_without_a_teacher_is_an_error(inputs: dict[str, Tensor]) -> N
 
 
 @pytest.mark.parametrize("chunk_size", [3, 64])
-def test_chunked_log_probs(inputs: dict[str, Tensor], chunk_size: int) -> None:
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("of", ["log_probs", "entropy", "both"])
+def test_chunked_log_probs(inputs: dict[str, Tensor], of: str, temperature: float, chunk_size: int) -> None:
     grads = []
     for chunked in (True, False):
         hidden, weight = inputs["hidden"].clone().requires_grad_(), inputs["weight"].clone().requires_grad_()
@@ -224,12 +226,13 @@ def test_chunked_log_probs(inputs: dict[str, Tensor], chunk_size: int) -> None:
                 inputs["labels"],
                 lambda h, weight=weight: h @ weight.T,
                 chunk_size,
-                temperature=0.6,
+                temperature,
             )
         else:
-            p = (hidden @ weight.T / 0.6).softmax(-1)
+            p = (hidden @ weight.T / temperature).softmax(-1)
             log_probs, entropy = p.log()[range(N), inputs["labels"]], -(p * p.log()).sum(-1)
-        (log_probs * torch.arange(N)).sum().backward()
+        terms = {"log_probs": (log_probs * torch.arange(N)).sum(), "entropy": (entropy * (5 - torch.arange(N))).sum()}
+        (sum(terms.values()) if of == "both" else terms[of]).backward()
         grads.append((log_probs.detach(), entropy.detach(), hidden.grad, weight.grad))
     for ours, reference in zip(*grads, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-12)

@@ -22,6 +22,7 @@ from forerun.algorithms.sequences import sequence_lengths
 from forerun.config_algorithm import RolloutCorrectionConfig
 from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier
+from forerun.mtp.losses import chunked_log_probs
 from forerun.rewards.overlong import overlong_penalty
 from tests.models.tiny import gradients, tiny_model, token_rows
 from tests.oracles.exchange import ask, run_script
@@ -171,7 +172,7 @@ OVERLONG = {
     "all": {"max_response_length": 5, "buffer": {"enable": True, "len": 5, "penalty_factor": 1.0, "log": False}},
     "off": {"max_response_length": 5, "buffer": {"enable": False, "len": 5, "penalty_factor": 1.0, "log": False}},
 }
-LONGEST = 9
+LONGEST, TEMPERATURE = 9, 0.7
 ROWS = torch.arange(8)[:, None].expand(8, LONGEST)  # each answer is a row
 COUNTS = LossCounts(tokens=41, sequences=11)  # of a batch of which these rows are a part
 GLOBAL = {"batch_num_tokens": COUNTS.tokens, "global_batch_size": COUNTS.sequences, "loss_scale_factor": LONGEST}
@@ -200,6 +201,7 @@ def responses() -> dict[str, Tensor]:
         "rollout_log_probs": old + 0.5 * normal(),
         "rewards": rewards,
         "group_ids": torch.tensor([4, 1, 4, 1, 1, 1, 4, 9]),
+        "logits": 3 * torch.randn(8, LONGEST, 13, generator=draw, dtype=torch.float64),
     }
 
 
@@ -208,6 +210,7 @@ def theirs(verl_env: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     settings = {
         "losses": {name: case | {"global_batch_info": GLOBAL} for name, case in LOSSES.items()},
         "modes": list(get_args(LossAggMode)),
+        "temperature": TEMPERATURE,
         "kl": list(get_args(KLLossType)),
         "corrections": CORRECTIONS,
         "overlong": OVERLONG,
@@ -267,6 +270,19 @@ def test_a_micro_batch_s_share_of_the_global_loss(theirs: dict[str, Tensor], mod
     lengths = sequence_lengths(made["mask"], torch.arange(4)[:, None].expand(4, LONGEST))
     ours = aggregate_loss(made["advantages"], made["mask"], mode, COUNTS, lengths, LONGEST)
     torch.testing.assert_close(ours, theirs[f"part {mode}"], rtol=1e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
+def test_entropy_and_its_gradient(theirs: dict[str, Tensor], mode: LossAggMode) -> None:
+    made = responses()
+    logits, mask = made["logits"].requires_grad_(), made["mask"]
+    tokens = torch.zeros(mask.numel(), dtype=torch.long)
+    _, entropies = chunked_log_probs(logits.flatten(0, 1), tokens, lambda hidden: hidden, 5, TEMPERATURE)
+    lengths = sequence_lengths(mask, ROWS)
+    ours = aggregate_loss(entropies.view(mask.shape), mask, mode, COUNTS, lengths, LONGEST)
+    torch.testing.assert_close(ours.detach(), theirs[f"entropy {mode}"], rtol=1e-7, atol=1e-12)
+    (gradient,) = torch.autograd.grad(ours, logits)
+    torch.testing.assert_close(gradient, theirs[f"entropy {mode} gradient"], rtol=1e-7, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", get_args(KLLossType))

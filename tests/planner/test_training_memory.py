@@ -66,6 +66,7 @@ class Case:
     autocast: str | None = None
     dtype: torch.dtype = torch.float32
     train_trunk: bool = True
+    entropy: bool = False
     sharding: dict[str, Any] = field(default_factory=dict)
     ranks: int = 1
     replicas: int = 1
@@ -126,7 +127,7 @@ def measured(case: Case, mesh: DeviceMesh | None = None) -> tuple[dict[str, int]
         for step in range(2):
             live.moved.clear()
             live.phase = f"forward and backward {step}"
-            made.forward_backward(batches, Mean(batches))
+            made.forward_backward(batches, Mean(batches), entropy_loss_fn=Mean(batches) if case.entropy else None)
             live.phase = f"optimizer step {step}"
             made.step()
     return dict(live.peaks), dict(live.moved)
@@ -176,6 +177,7 @@ ONE_PROCESS = {
     "joint, tied, several": Case(mtp=JOINT, vocabulary=2048, tied=True, rows=2),
     "heads alone": Case(mtp=HEADS, train_trunk=False),
     "vocabulary above all": Case(vocabulary=4096, length=128, mtp=JOINT, recompute=True),
+    "and an entropy term": Case(vocabulary=4096, length=128, mtp=JOINT, recompute=True, entropy=True),
     "bfloat16": Case(dtype=torch.bfloat16, mtp=HEADS),
     "autocast": Case(autocast="bfloat16"),
     "experts": Case(

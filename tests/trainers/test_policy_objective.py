@@ -15,7 +15,7 @@ from forerun.config_algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from forerun.data.batch import Batch
 from forerun.data.chat import response_document
 from forerun.data.packing import pack
-from forerun.engines.protocol import merge_metrics, predicted_mask
+from forerun.engines.protocol import main_loss, merge_metrics, predicted_mask
 from forerun.trainers.policy_objective import PolicyObjective
 
 RESPONSES = [(3, 5, 0.7), (2, 1, -1.1), (4, 8, 0.2), (1, 3, -0.4)]  # prompt tokens, answer tokens, advantage
@@ -59,7 +59,10 @@ def test_the_step_s_loss_is_the_mean_that_was_asked_for(mode: LossAggMode, size:
 # Every response with log-probs of its own under the four policies: drawn once, the same in any split.
 POLICIES = ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs")
 DRAWN = [
-    {name: (-2 * torch.rand(answer, generator=draw, dtype=torch.float64)).tolist() for name in POLICIES}
+    {
+        **{name: (-2 * torch.rand(answer, generator=draw, dtype=torch.float64)).tolist() for name in POLICIES},
+        "entropies": [0.5 + i / answer for i in range(answer)],
+    }
     for draw in [torch.Generator().manual_seed(4)]
     for _, answer, _ in RESPONSES
 ]
@@ -71,20 +74,22 @@ FULL = AlgorithmConfig(
     use_kl_loss=True,
     kl_loss_coef=0.3,
     kl_loss_type="low_var_kl",
+    entropy_coeff=0.2,
     rollout_correction=RolloutCorrectionConfig(
         rollout_is="sequence", rollout_is_threshold="1.6", rollout_rs="token_k1", rollout_rs_threshold="0.4_2.5"
     ),
 )
 
 
-def full_by_hand(mode: str) -> tuple[float, float, int]:
-    """(policy loss, KL, tokens kept) of the step: off policy, with dual clip, sequence weights and rejected tokens."""
-    losses, kls = [], []
+def full_by_hand(mode: str) -> tuple[float, float, float, int]:
+    """(policy loss, KL, entropy, tokens kept): off policy, with dual clip, sequence weights and rejected tokens."""
+    losses, kls, entropies = [], [], []
     for (_, answer, advantage), drawn in zip(RESPONSES, DRAWN, strict=True):
         new, old, ref, rollout = (drawn[name] for name in POLICIES)
         weight = min(math.exp(sum(o - r for o, r in zip(old, rollout, strict=True))), 1.6)
         losses.append([])
         kls.append([])
+        entropies.append([])
         for i in range(answer):
             if not 0.4 <= math.exp(rollout[i] - old[i]) <= 2.5:
                 continue
@@ -94,6 +99,7 @@ def full_by_hand(mode: str) -> tuple[float, float, int]:
                 loss = min(loss, -advantage * 1.4)
             losses[-1].append(loss * weight)
             kls[-1].append(math.exp(ref[i] - new[i]) - 1 - (ref[i] - new[i]))
+            entropies[-1].append(drawn["entropies"][i])
 
     def mean(parts: list[list[float]]) -> float:
         parts = [part for part in parts if part]
@@ -106,7 +112,7 @@ def full_by_hand(mode: str) -> tuple[float, float, int]:
             "seq-mean-token-mean": sum(sum(part) / len(part) for part in parts) / len(parts),
         }[mode]
 
-    return mean(losses), mean(kls), sum(map(len, losses))
+    return mean(losses), mean(kls), mean(entropies), sum(map(len, losses))
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
@@ -118,15 +124,19 @@ def test_with_everything_at_once_it_is_still_the_mean_over_the_step(mode: LossAg
     ]
     batches = [batch for at in range(0, 4, size) for batch in pack(documents[at : at + size], 20, size)]
     objective = PolicyObjective(batches, replace(FULL, loss_agg_mode=mode), LONGEST)
+    main = main_loss(objective, objective.entropy_loss_fn)
     sums: dict[str, float] = {}
     for batch in batches:
-        loss, metrics = objective(batch.extras["log_probs"].double(), batch)
-        merge_metrics(sums, {"loss": loss, **metrics})
+        entropies = torch.where(predicted_mask(batch), batch.extras["entropies"], math.nan)
+        loss, metrics = main(batch.extras["log_probs"].double(), entropies, batch)
+        merge_metrics(sums, {**metrics, "loss": loss})
     clipped, clipped_lower = (sums[f"policy_stats/{name}"] for name in ("clipped", "clipped_lower"))
     figures = objective.figures(sums)
-    policy, kl, kept = full_by_hand(mode)
-    assert sums == pytest.approx({"loss": policy + 0.3 * kl, "pg_loss": policy, "kl_loss": kl}, rel=1e-5)
+    policy, kl, entropy, kept = full_by_hand(mode)
     tokens = sum(answer for _, answer, _ in RESPONSES)
+    assert sums.pop("target_count") == tokens and math.isnan(sums.pop("entropy_sum"))
+    terms = {"pg_loss": policy, "kl_loss": kl, "entropy_loss": entropy}
+    assert sums == pytest.approx({"loss": policy + 0.3 * kl - 0.2 * entropy, **terms}, rel=1e-5)
     assert figures["rollout_rs_masked_fraction"] == pytest.approx(1 - kept / tokens)
     assert 0 < kept < tokens and clipped and clipped_lower
     assert figures["pg_clipfrac"] == pytest.approx(clipped / kept)

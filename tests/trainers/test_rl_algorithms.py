@@ -38,6 +38,7 @@ SET_UPS = {
     ],
     "gspo": ["algorithm.loss_mode=gspo", "algorithm.loss_agg_mode=seq-mean-token-mean", *OFF_POLICY],
     "kl_loss": ["algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.1", *OFF_POLICY],
+    "entropy": ["algorithm.entropy_coeff=0.1", *OFF_POLICY],
     "kl_in_reward": ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.2", *OFF_POLICY],
     "token_tis": [f"{CORRECTION}.rollout_is=token"],
     "sequence_icepop": [f"{CORRECTION}.rollout_is=sequence", f"{CORRECTION}.rollout_is_threshold=0.7_1.4"],

@@ -63,7 +63,7 @@ KL = ["algorithm.use_kl_loss=true", "algorithm.use_kl_in_reward=true", "algorith
 CASES = {
     "one depth, joint": (JOINT, 2, 1),
     "one depth, heads, two updates": ([*HEADS, "ppo_epochs=2"], 4, 1),
-    "two depths, heads, KL": (["mtp.num_layers=2", *HEADS, *KL], 2, 1),
+    "two depths, heads, KL, entropy": (["mtp.num_layers=2", *HEADS, *KL, "algorithm.entropy_coeff=0.1"], 2, 1),
     "two depths, joint, replicas, rows by tokens": (["mtp.num_layers=2", *JOINT, "ppo_max_token_len_per_gpu=44"], 4, 2),
 }
 

@@ -32,7 +32,7 @@ from forerun.engines.megatron.optimizer import MegatronOptimizer
 from forerun.engines.megatron.saved_parts import part_randoms, part_tensors, read_document, read_part, write_part
 from forerun.engines.megatron.settings import MegatronEngineConfig, check_settings
 from forerun.engines.megatron.weights import file_weights, named_weights
-from forerun.engines.protocol import LossFn, NonFiniteError, merge_metrics, step_depth_counts
+from forerun.engines.protocol import LossFn, MainLoss, NonFiniteError, main_loss, merge_metrics, step_depth_counts
 from forerun.engines.ranks import RankGroup
 from forerun.engines.saving import Saver, Tensors
 from forerun.errors import UsageError
@@ -106,7 +106,13 @@ class MegatronEngine:
 
     # ---- one step
 
-    def forward_backward(self, batches: Sequence[Batch], loss_fn: LossFn, temperature: float = 1.0) -> dict[str, float]:
+    def forward_backward(
+        self,
+        batches: Sequence[Batch],
+        loss_fn: LossFn,
+        temperature: float = 1.0,
+        entropy_loss_fn: LossFn | None = None,
+    ) -> dict[str, float]:
         if not batches or not any(batch.num_targets for batch in batches):
             raise UsageError("the batch has no supervised target token: check the prompt/response mask of the data")
         for chunk in self.chunks:
@@ -120,7 +126,8 @@ class MegatronEngine:
             self.config.chunk_size,
             main=self.config.train_trunk,
         )
-        reports = self._schedule(batches, objective, partial(self._losses, loss_fn), forward_only=False)
+        losses = partial(self._losses, main_loss(loss_fn, entropy_loss_fn))
+        reports = self._schedule(batches, objective, losses, forward_only=False)
         metrics: dict[str, float] = {}
         stats = None if not self.train_mtp else MTPStats.zeros(self._depths, self.device)
         for found, sums in reports:
@@ -149,7 +156,7 @@ class MegatronEngine:
         self.global_step += 1
         return report
 
-    def _losses(self, loss_fn: LossFn, micro: MicroBatch, found: Outcome) -> tuple[Tensor, Any]:
+    def _losses(self, main: MainLoss, micro: MicroBatch, found: Outcome) -> tuple[Tensor, Any]:
         """A micro-batch's part of the step's loss on one rank of those that share it.
 
         Context-parallel ranks each have the whole main loss, and differentiate their own positions' part of it. Of the
@@ -163,10 +170,9 @@ class MegatronEngine:
         if found.log_probs is not None and found.entropy is not None:
             log_probs = micro.cut(found.log_probs)
             if micro.own:
-                loss, told = loss_fn(log_probs, micro.batch)
+                loss, told = main(log_probs, micro.cut(found.entropy), micro.batch)
                 if self._tells:
-                    merge_metrics(metrics, {"loss": loss.detach(), "entropy_sum": micro.cut(found.entropy).sum()})
-                    merge_metrics(metrics, {**told, "target_count": float(micro.batch.num_targets)})
+                    merge_metrics(metrics, told)
             else:
                 loss = log_probs.sum()
             losses.append(loss)

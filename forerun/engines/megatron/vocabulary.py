@@ -38,36 +38,6 @@ class _Copy(torch.autograd.Function):
         return grad, None
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over ranks; its gradient is the same on each."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _LogSoftmax(torch.autograd.Function):
-    """Log-probabilities of this rank's part of the vocabulary, [n, v]."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, vocabulary: VocabularyShard) -> Tensor:
-        log_p = logits - softmax(logits, 1.0, vocabulary)[1]
-        ctx.save_for_backward(log_p)
-        ctx.vocabulary = vocabulary
-        return log_p
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (log_p,) = ctx.saved_tensors
-        return grad - log_p.exp() * ctx.vocabulary.sum(grad.sum(dim=-1, keepdim=True)), None
-
-
 @dataclass(frozen=True)
 class VocabularyShard(Vocabulary):
     """This rank's rows of an LM head.
@@ -98,7 +68,11 @@ class VocabularyShard(Vocabulary):
         return logits
 
     def sum(self, x: Tensor) -> Tensor:
-        return x if self.group.size() == 1 else _Sum.apply(x, self.group)
+        if self.group.size() == 1:
+            return x
+        total = x.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
 
     @torch.no_grad()
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,4 +92,4 @@ class VocabularyShard(Vocabulary):
         return torch.where(own, tokens - self.first, 0).unsqueeze(-1), own.long().unsqueeze(-1)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
-        return _LogSoftmax.apply(logits, self)
+        return logits - softmax(logits, 1.0, self)[1]

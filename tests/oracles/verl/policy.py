@@ -1,4 +1,4 @@
-"""verl's advantages, policy losses, KL, rollout correction, overlong reward and loss aggregation.
+"""verl's advantages, policy losses, KL, entropy, rollout correction, overlong reward and loss aggregation.
 
 Runs in verl's environment: see tests/oracles/exchange.py.
 """
@@ -23,6 +23,7 @@ from verl.trainer.ppo.core_algos import (
     kl_penalty,
 )
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+from verl.utils.torch_functional import entropy_from_logits
 from verl.workers.config import ActorConfig
 from verl.workers.reward_manager.dapo import DAPORewardManager
 
@@ -100,6 +101,12 @@ def main(folder: Path) -> None:
         answer[f"part {mode}"] = agg_loss(
             given["advantages"][rows], given["mask"][rows], mode, **settings["global_batch_info"]
         )
+        # As verl/workers/utils/losses.py, ppo_loss, has it of the logits that an engine divided by the temperature.
+        logits = given["logits"].detach().requires_grad_()
+        entropies = entropy_from_logits(logits / settings["temperature"])
+        entropy = agg_loss(entropies, given["mask"], mode, **settings["global_batch_info"])
+        (answer[f"entropy {mode} gradient"],) = torch.autograd.grad(entropy, logits)
+        answer[f"entropy {mode}"] = entropy.detach()
     for kind in settings["kl"]:
         log_probs = given["log_probs"].detach().requires_grad_()
         kl = kl_penalty(log_probs, given["old_log_probs"], kind)
