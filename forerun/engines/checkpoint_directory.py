@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from forerun.engines.ranks import RankGroup
@@ -56,12 +56,12 @@ def prune_checkpoints(run_dir: Path, keep: int) -> None:
     if keep < 1:
         return
     for leftover in run_dir.glob(".checkpoint-*.deleted"):  # of a run that was killed while it deleted
-        shutil.rmtree(leftover, ignore_errors=True)
+        _delete(leftover)
     for path in checkpoints(run_dir)[:-keep]:
         # Renamed first, so that a kill in the middle leaves nothing that looks like a checkpoint.
         doomed = path.with_name(f".{path.name}.deleted")
         path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        _delete(doomed)
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def _open(directory: Path, unfinished: Path) -> None:
         # The last are `checkpoint.writer.scratch_directory`'s, of a save killed while it wrote the model.
         inner = directory.parent.glob(f".{glob.escape(unfinished.name)}.*.partial")
         for leftover in (unfinished, replaced, *inner):
-            shutil.rmtree(leftover, ignore_errors=True)
+            _delete(leftover)
         unfinished.mkdir(parents=True)
 
 
@@ -125,19 +125,19 @@ def _take_name(directory: Path, unfinished: Path) -> None:
         with failures(directory):
             for path in [*unfinished.rglob("*"), unfinished]:
                 flush(path)
-            if directory.exists():
+            if os.path.lexists(directory):
                 directory.rename(_replaced(directory))
             unfinished.rename(directory)
             flush(directory.parent)
     except BaseException:
         _give_up(directory, unfinished)
         raise
-    shutil.rmtree(_replaced(directory), ignore_errors=True)
+    _delete(_replaced(directory))
 
 
 def _give_up(directory: Path, unfinished: Path) -> None:
     _put_back(directory)
-    shutil.rmtree(unfinished, ignore_errors=True)
+    _delete(unfinished)
 
 
 def _replaced(directory: Path) -> Path:
@@ -146,5 +146,14 @@ def _replaced(directory: Path) -> Path:
 
 
 def _put_back(directory: Path) -> None:
-    if _replaced(directory).exists() and not directory.exists():
+    if os.path.lexists(_replaced(directory)) and not os.path.lexists(directory):
         _replaced(directory).rename(directory)
+
+
+def _delete(path: Path) -> None:
+    """What may be a link or a file, too: somebody keeps checkpoints on another disk, for instance."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()

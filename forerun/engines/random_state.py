@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.engines.checkpoint_directory import flush
+from forerun.report.atomic import failures
 
 DIRECTORY = "random"
 # What of it is tensors, and what is JSON.
@@ -50,11 +51,16 @@ def restore_random_state(state: RandomState) -> None:
 
 
 def write_random_state(directory: Path, rank: int, state: RandomState) -> None:
-    """Write a rank's file into a checkpoint that is being written."""
+    """Write a rank's file into a checkpoint that is being written.
+
+    Raises:
+        ForerunError: it cannot be written.
+    """
     path = random_file(directory, rank)
-    path.parent.mkdir(exist_ok=True)
-    save_file(state[0], path, {"values": json.dumps(state[1])})
-    flush(path)
+    with failures(path):
+        path.parent.mkdir(exist_ok=True)
+        save_file(state[0], path, {"values": json.dumps(state[1])})
+        flush(path)
 
 
 def read_random_state(directory: Path, rank: int) -> RandomState:

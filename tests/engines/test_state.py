@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from forerun.engines.checkpoint_directory import whole_directory
-from forerun.engines.random_state import random_state
+from forerun.engines.random_state import random_state, write_random_state
 from forerun.engines.ranks import RankGroup
 from forerun.engines.state import (
     SavedState,
@@ -55,6 +55,25 @@ def test_a_checkpoint_being_replaced_is_never_lost(tmp_path: Path, monkeypatch: 
     assert (target / "file").read_text() == "new"
 
 
+@pytest.mark.parametrize("there", ["link", "dangling link", "file"])
+def test_what_has_a_checkpoint_s_name_is_replaced_and_gone(there: str, tmp_path: Path) -> None:
+    """A checkpoint that was moved to another disk, for instance. Left under another name it would come back."""
+    target, elsewhere = tmp_path / "run" / "checkpoint-1", tmp_path / "elsewhere"
+    target.parent.mkdir()
+    if there == "file":
+        target.write_text("old")
+    else:
+        target.symlink_to(elsewhere)
+    if there == "link":
+        elsewhere.mkdir()
+        (elsewhere / "file").write_text("old")
+    with whole_directory(target) as unfinished:
+        (unfinished / "file").write_text("new")
+    assert [path.name for path in target.parent.iterdir()] == ["checkpoint-1"] and not target.is_symlink()
+    assert (target / "file").read_text() == "new"
+    assert there != "link" or (elsewhere / "file").read_text() == "old"
+
+
 def adam(model: nn.Module) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -87,3 +106,10 @@ def test_a_parameter_that_never_had_a_gradient_does_not_stop_a_resume(tmp_path: 
     assert len(expected) == 6 and all(torch.equal(expected[name], found) for name, found in targets.items())
     with pytest.raises(ForerunError, match=r"without training new\.weight"):
         state.check_trained(named | {"new.weight": nn.Parameter(torch.ones(2))})
+
+
+def test_a_rank_s_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """The others hear this line, and see another disk."""
+    (tmp_path / "random" / "00001.safetensors").mkdir(parents=True)
+    with pytest.raises(ForerunError, match=r"cannot write .*random/00001.safetensors: "):
+        write_random_state(tmp_path, 1, random_state())

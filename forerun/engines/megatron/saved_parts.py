@@ -29,6 +29,7 @@ from forerun.engines.random_state import (
     write_random_state,
 )
 from forerun.errors import ForerunError, one_line
+from forerun.report.atomic import failures
 
 DIRECTORY = "parts"
 _TRACKER = "tracker."
@@ -67,7 +68,11 @@ def part_randoms() -> RandomState:
 
 
 def write_part(directory: Path, rank: int, tensors: Mapping[str, Tensor], randoms: RandomState) -> None:
-    """Write this rank's files into a checkpoint that is being written."""
+    """Write this rank's files into a checkpoint that is being written.
+
+    Raises:
+        ForerunError: one cannot be written.
+    """
     write_random_state(directory, rank, randoms)
     path = _path(directory, rank)
     path.parent.mkdir(exist_ok=True)
@@ -79,8 +84,9 @@ def write_part(directory: Path, rank: int, tensors: Mapping[str, Tensor], random
         # Weights in float32 are their own main copy, and safetensors refuses memory under two names.
         whole[name] = here.clone() if storage in seen else here
         seen.add(storage)
-    save_file(whole, path)
-    flush(path)
+    with failures(path):
+        save_file(whole, path)
+        flush(path)
 
 
 def read_document(directory: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
