@@ -68,10 +68,13 @@ class RewardRunner:
         return results
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes. A call of `score` that waits for one, in another thread, ends too."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._all:
+            worker.kill()
+        self._threads.shutdown()  # each thread has its worker's pipes for itself until then
         for worker in self._all:
             worker.stop()
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> RewardRunner:
         return self
@@ -98,6 +101,7 @@ class _Worker:
         self.time_limit_s = time_limit_s
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
+        self._killed = False
 
     def start(self) -> None:
         self._process = subprocess.Popen(
@@ -111,6 +115,8 @@ class _Worker:
             start_new_session=True,  # a kill reaches what the function itself started; Ctrl-C does not
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
         )
+        if self._killed:
+            self.kill()
         assert self._process.stderr is not None
         self._log = _Tail(self._process.stderr)
         self._unread = b""
@@ -153,11 +159,17 @@ class _Worker:
             return RewardResult(0.0, str(reply["event"]), str(reply["detail"]))
         return RewardResult(float(reply["score"]), fields=reply["fields"])
 
+    def kill(self) -> None:
+        """Kill the process, and one that takes its place; whoever waits for its reply hears of it. For any thread."""
+        self._killed = True
+        process = self._process
+        if process is not None and process.poll() is None:
+            _kill_all(process)
+
     def stop(self) -> None:
         if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        _kill_all(self._process)
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):  # a request that was not taken any more
@@ -191,6 +203,12 @@ class _Worker:
         lines = self._log.text().split("\n")
         code = self._process.returncode if self._process is not None else None
         return next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code}")[:300]
+
+
+def _kill_all(process: subprocess.Popen[bytes]) -> None:
+    """Kill a worker and what its function started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class _Tail:

@@ -1,5 +1,10 @@
 """A reward function may raise, hang or end its process: each costs one response and nothing else."""
 
+import threading
+import time
+from concurrent.futures import CancelledError
+from contextlib import suppress
+
 import pytest
 
 from forerun.errors import UsageError
@@ -15,7 +20,9 @@ def mine(prompt, response, ground_truth, extra):
     print("noise on stdout")
     if response == "raise":
         raise KeyError("line one\\nline two")
-    if response == "hang":
+    if response.startswith("tell "):
+        open(response[5:], "w").close()
+    if response.startswith(("tell ", "hang")):
         while True:
             pass
     if response == "sleep through signals":
@@ -197,6 +204,24 @@ def test_closing_ends_the_workers(source):
     runner.close()
     assert all(process is not None and process.poll() is not None for process in processes)
     runner.close()
+
+
+def test_closing_ends_what_is_being_judged_however_long_its_limit(source, tmp_path):
+    """As Ctrl-C does: one thread waits for a function that hangs while another one closes."""
+    runner = RewardRunner(f"{source}:mine", time_limit_s=3600)
+    told = tmp_path / "told"
+
+    def score() -> None:
+        with suppress(CancelledError):  # the second one is not begun
+            runner.score([request(f"tell {told}"), request("hang")])
+
+    judge = threading.Thread(target=score, daemon=True)
+    judge.start()
+    while not told.exists():
+        time.sleep(0.01)
+    runner.close()
+    judge.join(60)
+    assert not judge.is_alive() and runner._all[0]._process is None
 
 
 @pytest.mark.parametrize(

@@ -156,12 +156,12 @@ class Rollouts:
                     self._start_judging(group)
 
     def close(self) -> None:
-        """End the threads and close the workers."""
+        """End the threads and close the workers; not the judge's call of the reward, which may hang."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         self._thread.join()
-        self._judge.shutdown(wait=True, cancel_futures=True)
+        self._judge.shutdown(wait=False, cancel_futures=True)
         self.pool.close()
 
     def _check(self) -> None:

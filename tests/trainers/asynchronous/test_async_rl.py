@@ -248,6 +248,20 @@ def test_judge_and_evaluation_do_not_score_at_once() -> None:
     assert met == [False, False]
 
 
+def test_the_end_does_not_wait_for_a_reward_that_hangs(tmp_path: Path) -> None:
+    told, source = tmp_path / "told", tmp_path / "reward.py"
+    source.write_text(f"import time\ndef hang(*_):\n    open({str(told)!r}, 'w').close()\n    time.sleep(3600)\n")
+    made = asynchronous(tmp_path, *ASYNC, f"reward={{function: '{source}:hang', time_limit_s: 3600}}", reward=None)
+    made.ensure_sync()
+    made.rollouts.resume()
+    while not told.exists():
+        time.sleep(0.01)
+    ending = threading.Thread(target=made.close, daemon=True)
+    ending.start()
+    ending.join(60)
+    assert not ending.is_alive()
+
+
 class Poisoned(NativeEngine):
     """Dies of one request, when it has answered all others."""
 
