@@ -14,12 +14,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from forerun.errors import ForerunError, UsageError, one_line
+from forerun.signals import handle_sigterm, interrupt
 
 logger = logging.getLogger(__name__)
 
@@ -109,11 +109,11 @@ def connected(address: str | None, cpus: int) -> Iterator[Any]:
                 where = "does not start" if address is None else f"at distributed.ray_address={address} cannot be used"
                 raise ForerunError(f"Ray {where}: {one_line(error)}") from error
             # Ray's own handler ends its processes at once, and this one aborts when it calls them after that.
-            _handle_sigterm(_interrupt)
+            handle_sigterm(interrupt)
             yield ray
         finally:
             ray.shutdown()
-            _handle_sigterm(earlier or signal.SIG_DFL)
+            handle_sigterm(earlier or signal.SIG_DFL)
 
 
 @contextmanager
@@ -136,16 +136,6 @@ def _folder() -> Iterator[str]:
 def _token() -> str:
     """One for the life of this process: Ray reads it once, and would not get into its second Ray by another."""
     return secrets.token_hex(32)
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def _handle_sigterm(handler: Any) -> None:
-    """Set the handler, in the thread that has it."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
 
 
 def _knock(address: str) -> None:

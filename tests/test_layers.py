@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent / "forerun"
 # From the bottom up; packages on one line must not import each other in a circle, which Python itself would refuse.
 LAYERS: list[set[str]] = [
-    {"errors"},
+    {"errors", "signals"},
     {"cluster"},
     {"mtp"},
     {"families"},

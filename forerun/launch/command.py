@@ -17,6 +17,7 @@ from forerun.launch.closing import closing_words, interrupted_words
 from forerun.launch.rank import check_device_count, is_rank, joined, run_as_rank
 from forerun.launch.ray_ranks import start_ranks as start_ray_ranks
 from forerun.launch.torchrun import start_ranks
+from forerun.signals import sigterm_interrupts
 from forerun.trainers.checks import check_config, check_layout, check_ranks
 from forerun.trainers.setup import named_device, resolve_device
 
@@ -29,7 +30,7 @@ def run(verb: Verb, path: Path | None, overrides: Sequence[str]) -> None:
     Raises:
         UsageError: a configuration that cannot be used, found before a process or a model is started.
         ForerunError: see the trainers, and `start_ranks`.
-        KeyboardInterrupt: says where the run would go on.
+        KeyboardInterrupt: of Ctrl-C or SIGTERM; says where the run would go on.
     """
     if is_rank():
         run_as_rank(partial(_run_rank, verb, path, overrides))
@@ -43,7 +44,8 @@ def run(verb: Verb, path: Path | None, overrides: Sequence[str]) -> None:
 
 def _start(config: SFTConfig | RLConfig, verb: Verb, path: Path | None, overrides: Sequence[str]) -> None:
     if config.launch == "local":
-        _train(config, None)
+        with sigterm_interrupts():
+            _train(config, None)
         return
     settings = config.distributed
     if config.launch == "ray" and settings.ray_address is not None:  # on machines that need not be like this one

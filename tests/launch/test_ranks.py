@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -275,25 +276,33 @@ def rl_alone(place: Path) -> Path:
     return place / "rl-alone"
 
 
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_says_where_it_would_go_on(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    how: signal.Signals, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     step = SFTTrainer.step
 
     def interrupted(trainer: SFTTrainer) -> dict[str, float]:
         if trainer.engine.global_step == 3:
-            raise KeyboardInterrupt
+            signal.raise_signal(how)
         return step(trainer)
 
+    def missed(*_: object) -> None:
+        pytest.fail("nobody heard of it")
+
+    earlier = signal.signal(how, missed) if how == signal.SIGTERM else None
     monkeypatch.setattr(SFTTrainer, "step", interrupted)
+    run_dir = place / f"interrupted-{how.name}"
     for settings, words in (
         (["trainer.save_freq=-1"], "interrupted before its first checkpoint, so nothing is kept: trainer.save_freq=N"),
-        ([], f"interrupted; the same command goes on from {place / 'interrupted' / 'checkpoint-2'}"),
+        ([], f"interrupted; the same command goes on from {run_dir / 'checkpoint-2'}"),
     ):
-        output = f"trainer.output_dir={place / 'interrupted'}"
+        output = f"trainer.output_dir={run_dir}"
         assert cli.main(["sft", str(place / "run.yaml"), "data.val_files=[]", output, *settings]) == 130
         assert capsys.readouterr().err.splitlines()[-1].startswith(f"forerun: {words}")
+    if how == signal.SIGTERM:
+        assert signal.signal(how, earlier) is missed  # as it was before
 
 
 @pytest.mark.parametrize("mode", [[], ASYNCHRONOUS], ids=["in turn", "asynchronous"])
