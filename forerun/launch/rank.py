@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -25,6 +26,8 @@ from forerun.trainers.setup import resolve_device
 # Beside a rank's error file: what ranks other than 0 print.
 OUTPUT_FILE = "output.log"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+# What torch says of it: gloo, and the store where ranks meet.
+_TIMED_OUT = re.compile("timed out (waiting|after)|wait timeout", re.IGNORECASE)
 
 
 def is_rank() -> bool:
@@ -38,6 +41,7 @@ def joined(engine: EngineConfig, distributed: DistributedConfig) -> Iterator[Dev
 
     Raises:
         UsageError: the environment names no meeting place, or more ranks of this machine than it has CUDA devices.
+        ForerunError: in place of what torch raises of a rank that was waited for too long.
     """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK") if name not in os.environ]
     if missing:
@@ -46,19 +50,29 @@ def joined(engine: EngineConfig, distributed: DistributedConfig) -> Iterator[Dev
     if device.type == "cuda":
         check_device_count(int(os.environ["LOCAL_RANK"]) + 1)
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    timeout = timedelta(seconds=distributed.timeout_s)
-    # With CUDA both: what is kept on the CPU is summed there.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-    shards = engine.fsdp_size or size
-    if shards == size:
-        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-    else:
-        mesh = init_device_mesh(device.type, (size // shards, shards), mesh_dim_names=("replicate", "shard"))
-        for group in (*mesh.get_all_groups(), mesh._flatten().get_group()):
-            _set_pg_timeout(timeout, group)  # those have torch's default; there is no public way
-    yield mesh
+    try:
+        yield _mesh(device, size, engine.fsdp_size or size, timedelta(seconds=distributed.timeout_s))
+    except RuntimeError as error:  # torch has no type of its own for it
+        if _TIMED_OUT.search(str(error)) is None:
+            raise
+        raise ForerunError(
+            f"another rank was waited for longer than distributed.timeout_s={distributed.timeout_s:g}: raise it if "
+            "what that rank did takes so long, such as rank 0's rewards and rollouts or loading a model; else see why "
+            "it stood still"
+        ) from error
     # Not after a failure: it waits for ranks that may be gone.
     dist.destroy_process_group()
+
+
+def _mesh(device: torch.device, size: int, shards: int, timeout: timedelta) -> DeviceMesh:
+    # With CUDA both: what is kept on the CPU is summed there.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    if shards == size:
+        return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    mesh = init_device_mesh(device.type, (size // shards, shards), mesh_dim_names=("replicate", "shard"))
+    for group in (*mesh.get_all_groups(), mesh._flatten().get_group()):
+        _set_pg_timeout(timeout, group)  # those have torch's default; there is no public way
+    return mesh
 
 
 def check_device_count(ranks: int) -> None:

@@ -1,0 +1,70 @@
+"""A rank that waits in vain for another says so in one line, which names the setting."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from forerun.config import DistributedConfig, EngineConfig
+from forerun.engines.ranks import RankGroup
+from forerun.errors import ForerunError
+from forerun.launch.rank import joined
+from forerun.rollout.loopback import free_port
+from tests.mtp.ranks import PRELOADED
+
+LIMIT_S = 60
+SAID = r"another rank was waited for longer than distributed\.timeout_s=4: raise it if "
+
+
+def _environment(rank: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _work(rank: int, port: int, answer: Any, others: Any) -> None:
+    """Rank 1 waits for rank 0, which does something else."""
+    os.environ |= _environment(rank, port)
+    try:
+        with joined(EngineConfig(device="cpu"), DistributedConfig(timeout_s=4)) as mesh:
+            if rank == 0:
+                others.wait(LIMIT_S)
+                os._exit(0)
+            answer.send("met")
+            RankGroup(mesh).agree(None)
+    except Exception as error:
+        answer.send((type(error), str(error)))
+
+
+def test_in_an_exchange() -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    ours, theirs = context.Pipe()
+    others, port = context.Event(), free_port()
+    ranks = [context.Process(target=_work, args=(rank, port, theirs, others), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    assert ours.poll(LIMIT_S) and ours.recv() == "met"
+    assert ours.poll(LIMIT_S)
+    raised, said = ours.recv()
+    others.set()
+    for process in ranks:
+        process.join(LIMIT_S)
+    with pytest.raises(ForerunError, match=SAID):
+        raise raised(said)
+
+
+def test_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in _environment(0, free_port()).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ForerunError, match=SAID), joined(EngineConfig(device="cpu"), DistributedConfig(timeout_s=4)):
+        pass
+    assert not dist.is_initialized()
