@@ -158,11 +158,12 @@ def by_source(responses: Sequence[Response]) -> dict[str, list[Document]]:
     return dict(sorted(found.items()))
 
 
-def draft_vocabulary(responses: Sequence[Response], vocab_size: int, size: int = 8192) -> torch.Tensor:
-    """long [min(size, vocab_size)], sorted: the tokens these responses use most, filled up with the lowest ids.
+def draft_vocabulary(responses: Sequence[Response], vocab_size: int) -> torch.Tensor:
+    """long [min(8192, vocab_size)], sorted: the tokens these responses use most, filled up with the lowest ids.
 
     In byte-pair vocabularies low ids are early merges, so the filling is of frequent tokens too.
     """
+    size = 8192
     counts = Counter(token for response in responses for token in response.response_ids)
     frequent = [token for token, _ in counts.most_common(size)]
     rest = (token for token in range(vocab_size) if token not in counts)

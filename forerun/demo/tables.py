@@ -16,9 +16,9 @@ from forerun.trainers.setup import EXPORTED
 STAGES = (("attached", "attached"), ("fitted", "closed-form fit"), ("trained", "trained"))
 
 
-def print_report(summary: Summary, console: Console | None = None) -> None:
+def print_report(summary: Summary) -> None:
     """One table per phase on stdout, where all figures are, and what to do next."""
-    console = console or Console()
+    console = Console()
     figures = summary.figures
     for table in (
         _held_out(figures["sft"]),

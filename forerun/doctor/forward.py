@@ -164,9 +164,9 @@ def other_trunk_hidden(model: MTPCarrier) -> Iterator[None]:
 
 
 @contextmanager
-def shuffled(model: MTPCarrier, seed: int = 0) -> Iterator[None]:
+def shuffled(model: MTPCarrier) -> Iterator[None]:
     """The block with the entries of every matrix in random order: the same numbers, and nothing of what they say."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     matrices = [parameter for parameter in model.mtp.parameters() if parameter.dim() >= 2]
     before = [parameter.detach().clone() for parameter in matrices]
     try:

@@ -16,9 +16,9 @@ from forerun.checkpoint.findings import Inspection, TensorRow
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 
 
-def print_inspection(inspection: Inspection, console: Console | None = None) -> None:
+def print_inspection(inspection: Inspection) -> None:
     """Print it; one line each for the problems, however wide the terminal is."""
-    console = console or Console()
+    console = Console()
 
     def line(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)

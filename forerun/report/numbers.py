@@ -20,9 +20,9 @@ def shown(value: float | None) -> str:
     return f"{value:.4g}"
 
 
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers that span [low, high], at most `most` inside it: steps of 1, 2 or 5 times a power of ten."""
-    span = high - low
+def ticks(low: float, high: float) -> list[float]:
+    """Round numbers that span [low, high], at most 5 inside it: steps of 1, 2 or 5 times a power of ten."""
+    span, most = high - low, 5
     if not span > 0:
         return [low]
     magnitude = 10.0 ** math.floor(math.log10(span / most))

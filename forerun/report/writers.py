@@ -119,14 +119,14 @@ class WandbWriter:
         UsageError: wandb is not installed.
     """
 
-    def __init__(self, project: str, directory: str | Path, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, directory: str | Path, config: Mapping[str, Any] | None = None) -> None:
         try:
             import wandb
         except ImportError as error:
             raise UsageError('the wandb logger needs wandb: pip install -e ".[wandb]"') from error
         Path(directory).mkdir(parents=True, exist_ok=True)
         try:
-            self._run = wandb.init(project=project, dir=str(directory), config=dict(config or {}))
+            self._run = wandb.init(project="forerun", dir=str(directory), config=dict(config or {}))
         except wandb.errors.Error as error:
             raise ForerunError(f"wandb refused to start: {str(error).splitlines()[0]}") from error
 
@@ -168,9 +168,7 @@ class Writers:
         self.close()
 
 
-def make_writers(
-    loggers: Sequence[str], output_dir: str | Path, config: Mapping[str, Any] | None = None, project: str = "forerun"
-) -> Writers:
+def make_writers(loggers: Sequence[str], output_dir: str | Path, config: Mapping[str, Any] | None = None) -> Writers:
     """The writers named in `trainer.logger`: `metrics.jsonl`, `tensorboard/` and wandb's files, all in `output_dir`.
 
     Raises:
@@ -186,7 +184,7 @@ def make_writers(
             case "tensorboard":
                 made.writers.append(TensorBoardWriter(output_dir / "tensorboard"))
             case "wandb":
-                made.writers.append(WandbWriter(project, output_dir, config))
+                made.writers.append(WandbWriter(output_dir, config))
             case _:
                 made.close()
                 raise UsageError(f"no logger is called {name!r}: use jsonl, tensorboard or wandb")

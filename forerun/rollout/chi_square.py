@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 POWER = 0.9
+_SMALLEST_CELL = 10
 
 
 class ChiSquare(NamedTuple):
@@ -46,12 +47,12 @@ def uniform_fit(numbers: Tensor, level: float, bins: int = 20) -> ChiSquare:
     return _outcome(statistic, bins - 1, count, level)
 
 
-def same_distribution(samples: Iterable[tuple[Tensor, Tensor]], level: float, smallest_cell: int = 10) -> ChiSquare:
+def same_distribution(samples: Iterable[tuple[Tensor, Tensor]], level: float) -> ChiSquare:
     """Do pairs of samples come from one distribution each? The statistic is summed over the pairs.
 
     Args:
         samples: pairs of long [n], [m]: what was seen, as numbers of categories. Categories that were seen fewer than
-            `smallest_cell` times in a pair are pooled, for the statistic's distribution is known for large counts only.
+            10 times in a pair are pooled, for the statistic's distribution is known for large counts only.
         level: p-value below which the caller will say no.
     """
     statistic, degrees, observations = 0.0, 0, 0.0
@@ -59,7 +60,7 @@ def same_distribution(samples: Iterable[tuple[Tensor, Tensor]], level: float, sm
         size = int(torch.cat([ours, theirs]).max()) + 1
         table = torch.stack([torch.bincount(side, minlength=size) for side in (ours, theirs)]).double()
         total = table.sum(0)
-        small = total < smallest_cell
+        small = total < _SMALLEST_CELL
         table = torch.cat([table[:, ~small], table[:, small].sum(1, keepdim=True)], dim=1)
         table = table[:, table.sum(0) > 0]
         if table.shape[1] < 2:

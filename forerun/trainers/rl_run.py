@@ -260,10 +260,10 @@ class RLRun(ABC):
     def _usable(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         return usable_prompts(prompts, self.tokenizer, self.config.rollout.max_prompt_length, self.config.data)
 
-    def _write_samples(self, run_dir: Path, limit: int = 8) -> None:
+    def _write_samples(self, run_dir: Path) -> None:
         path = run_dir / SAMPLES_FILE
         with failures(path), path.open("a", encoding="utf-8") as file:
-            for row in text_table(self.samples, self.tokenizer, limit):
+            for row in text_table(self.samples, self.tokenizer, limit=8):
                 file.write(json.dumps({"step": self.rl_step, **row}) + "\n")
 
 

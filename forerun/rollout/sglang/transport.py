@@ -21,6 +21,8 @@ from forerun.rollout.sync import Named
 
 Backend = Literal["gloo", "nccl"]
 _POLL_S = 0.005
+# For a group to come together, and for a bucket to go through it.
+_TIMEOUT_S = 300.0
 
 
 class Transport(Protocol):
@@ -66,7 +68,6 @@ class Broadcast:
         client: the server.
         tp_size: its ranks.
         backend: nccl between GPUs, gloo between CPUs.
-        timeout_s: for the group to come together, and for a bucket.
 
     Raises:
         ForerunError: the group did not come together.
@@ -75,10 +76,9 @@ class Broadcast:
     # Versions without begin_weight_update leave the draft worker's weights as they were (SGLang issue 27718).
     reaches_drafter_always = False
 
-    def __init__(self, client: Client, tp_size: int, backend: Backend, timeout_s: float = 300.0) -> None:
+    def __init__(self, client: Client, tp_size: int, backend: Backend) -> None:
         self.client = client
         self.device = torch.device("cuda" if backend == "nccl" else "cpu")
-        self.timeout_s = timeout_s
         self.name = f"forerun_weights_{time.time_ns()}"
         port = free_port()
         body = {
@@ -89,9 +89,9 @@ class Broadcast:
             "group_name": self.name,
             "backend": backend,
         }
-        call = _Call(lambda: client.post("/init_weights_update_group", body, timeout_s))
+        call = _Call(lambda: client.post("/init_weights_update_group", body, _TIMEOUT_S))
         try:
-            self.group = join_group(port, tp_size + 1, self.name, backend, timeout_s)
+            self.group = join_group(port, tp_size + 1, self.name, backend, _TIMEOUT_S)
         except Exception as error:  # torch.distributed raises many kinds
             call.failure_within(_POLL_S)
             raise ForerunError(
@@ -109,7 +109,7 @@ class Broadcast:
             "group_name": self.name,
             **settings,
         }
-        call = _Call(lambda: self.client.post("/update_weights_from_distributed", body, self.timeout_s))
+        call = _Call(lambda: self.client.post("/update_weights_from_distributed", body, _TIMEOUT_S))
         for tensor in tensors:
             self._broadcast(tensor, call)
         call.result()
@@ -118,17 +118,17 @@ class Broadcast:
         """One tensor; given up as soon as the server refuses, since it will not receive then."""
         work = torch.distributed.broadcast(tensor, group=self.group, group_src=0, async_op=True)
         assert work is not None
-        deadline = time.monotonic() + self.timeout_s
+        deadline = time.monotonic() + _TIMEOUT_S
         while not work.is_completed():
             call.failure_within(_POLL_S)
             if time.monotonic() > deadline:
-                raise ForerunError(f"the SGLang server took no weights for {self.timeout_s:.0f} s: see its log")
+                raise ForerunError(f"the SGLang server took no weights for {_TIMEOUT_S:.0f} s: see its log")
         work.wait()
 
     def close(self) -> None:
         """Leave the group, and have the server leave it."""
         try:
-            self.client.post("/destroy_weights_update_group", {"group_name": self.name}, self.timeout_s)
+            self.client.post("/destroy_weights_update_group", {"group_name": self.name}, _TIMEOUT_S)
         finally:
             torch.distributed.destroy_process_group(self.group)
 
