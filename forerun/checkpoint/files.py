@@ -130,7 +130,8 @@ def why_not_safetensors(file: Path, error: Exception) -> str:
         return f"{file} is empty: copy it again"
     if isinstance(error, RuntimeError):  # torch's, where the file does not fit into the address space that it may have
         return f"cannot map {file}: {_reason(error)}: use a machine with more memory"
-    for start, meaning in _BEGINNINGS:
+    # Behind its length a safetensors file has a JSON object, and the length may begin as another format does.
+    for start, meaning in _BEGINNINGS if beginning[8:9] != b"{" else ():
         if beginning.startswith(start):
             return f"{file} is {meaning}"
     return f"cannot read {file}: {_reason(error)}: the file is damaged or cut short, copy it again"

@@ -99,6 +99,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "header not UTF-8": (lambda p: bad_weights(p, header(b'{"\xff":1}')), "damaged or cut short"),
     "zip": (lambda p: torch.save({"a": torch.ones(1)}, p / SINGLE), "is a pickle in a zip archive"),
     "pickle": (lambda p: bad_weights(p, pickle.dumps(Bomb(p / "ran"))), "is a pickle: convert it"),
+    "no pickle": (lambda p: bad_weights(p, header(b"{" + b" " * 0x27F)), "damaged or cut short"),  # of length 0x280
     "GGUF": (lambda p: bad_weights(p, b"GGUF\x03\0\0\0" + b"\0" * 64), "is a GGUF file"),
     "LFS pointer": (lambda p: bad_weights(p, b"version https://git-lfs.github.com/spec/v1\n"), "run `git lfs pull`"),
     "only .bin": (lambda p: nothing_but(p, "pytorch_model.bin"), r"pytorch_model\.bin: pickles"),

@@ -5,6 +5,7 @@ Both compute in float32, so they agree up to its rounding.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import forerun
@@ -252,6 +253,22 @@ def rank_saves(group: dist.ProcessGroup, argument: tuple[Case, Path, bool]) -> l
     other = megatron_engine(replace(case, layout=layout(pp=2)), source)
     with pytest.raises(ForerunError, match=r"was written with layout=.*and this run has"):
         other.load(place / "checkpoint-1")
+    own = place / "checkpoint-1" / "parts" / f"{group.rank():05}.safetensors"
+    tensors = load_file(own)
+    if group.rank() == 1:
+        save_file(tensors | {"exp_avg:0.9.9": torch.ones(2)}, own)
+    before = {name: tensor.clone() for name, tensor in resumed.named_weights()}
+    with pytest.raises(ForerunError, match=r"00001.safetensors has exp_avg:0.9.9, which has no place here: .* another"):
+        resumed.load(place / "checkpoint-1")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in resumed.named_weights())
+    state = place / "checkpoint-1" / "trainer_state.json"
+    group.barrier().wait()
+    if group.rank() == 0:
+        state.write_text(json.dumps(json.loads(state.read_text()) | {"schedule": None}))
+    with pytest.raises(ForerunError, match=r"trainer_state.json has no schedule of type dict: resume from an older"):
+        resumed.load(place / "checkpoint-1")
+    if group.rank() == 0:
+        state.write_text(json.dumps(json.loads(state.read_text()) | {"schedule": {}}))
     (place / "checkpoint-1" / "random" / f"{group.rank():05}.safetensors").unlink()
     with pytest.raises(
         ForerunError, match=rf"checkpoint-1/random/{group.rank():05}.safetensors cannot be read \(.*older"
@@ -307,6 +324,7 @@ def test_weights_in_bfloat16(sizes: dict[str, Any], two: Ranks, tmp_path: Path) 
         assert apart < 0.4 * sum(float(way.norm()) for way in ways.values())
     exported = load_file(tmp_path / "end" / "model.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "end" / "config.json").read_text())["dtype"] == "bfloat16"
     assert all(torch.equal(exported[name], tensor) for name, tensor in found["weights"].items() if name in exported)
 
 

@@ -29,7 +29,14 @@ from forerun.engines.checkpoint_directory import STATE_FILE
 from forerun.engines.megatron.microbatch import MicroBatch, deal
 from forerun.engines.megatron.objective import MTPModel, Objective, Outcome
 from forerun.engines.megatron.optimizer import MegatronOptimizer
-from forerun.engines.megatron.saved_parts import part_randoms, part_tensors, read_document, read_part, write_part
+from forerun.engines.megatron.saved_parts import (
+    part_randoms,
+    part_tensors,
+    read_document,
+    read_part,
+    restore_part,
+    write_part,
+)
 from forerun.engines.megatron.settings import MegatronEngineConfig, check_settings
 from forerun.engines.megatron.weights import file_weights, named_weights
 from forerun.engines.protocol import LossFn, MainLoss, NonFiniteError, main_loss, merge_metrics, step_depth_counts
@@ -319,10 +326,13 @@ class MegatronEngine:
                 "the engine was not given the checkpoint that it started from, whose files an export needs"
             )
         source = self.source
+        dtype = str(self.models[0].config.params_dtype).removeprefix("torch.")
+        keys = [key for key in ("dtype", "torch_dtype") if key in source.config]
+        config = source.config | dict.fromkeys(keys or ["dtype"], dtype)
 
         def write(weights: Iterator[tuple[str, Tensor]]) -> None:
             with failures(directory):
-                write_checkpoint(directory, weights, source.config, source.path, shard_bytes=shard_bytes)
+                write_checkpoint(directory, weights, config, source.path, shard_bytes=shard_bytes)
 
         self.ranks.first_takes(file_weights(self.models, source.tensor_names), write)
 
@@ -349,7 +359,8 @@ class MegatronEngine:
     def load(self, directory: Path) -> dict[str, Any]:
         self.finish_saves()
         document = self.ranks.on_first(lambda: read_document(directory, self._divided()))
-        self.ranks.on_each(lambda: read_part(directory, self.ranks.rank, self.models, self.optimizer))
+        part = self.ranks.on_each(lambda: read_part(directory, self.ranks.rank, self.models, self.optimizer))
+        restore_part(*part, self.models, self.optimizer)  # once every rank has its own
         self.optimizer.schedule.load_state_dict({**document["schedule"], "lr_lambdas": [None]})
         self.global_step = int(document["global_step"])
         return document["extra"]

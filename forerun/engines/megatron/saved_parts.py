@@ -102,7 +102,7 @@ def read_document(directory: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
         document: dict[str, Any] = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ForerunError(f"{directory} is not a training checkpoint ({one_line(error)})") from error
-    if "layout" not in document:
+    if not isinstance(document, dict) or "layout" not in document:
         raise ForerunError(f"{directory} was written by another engine: set engine.strategy=torch")
     for key, value in wanted.items():
         if document.get(key) != value:
@@ -110,12 +110,18 @@ def read_document(directory: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
                 f"it was written with {key}={document.get(key)}, and this run has {value}: resume with the same, or "
                 "start anew from an exported model"
             )
+    for name, kind in (("global_step", int), ("schedule", dict), ("extra", dict)):
+        if not isinstance(document.get(name), kind):
+            raise ForerunError(
+                f"{directory / STATE_FILE} has no {name} of type {kind.__name__}: resume from an older checkpoint"
+            )
     return document
 
 
-@torch.no_grad()
-def read_part(directory: Path, rank: int, models: Sequence[nn.Module], optimizer: MegatronOptimizer) -> None:
-    """Put a rank's file back into its models, optimizer and generators.
+def read_part(
+    directory: Path, rank: int, models: Sequence[nn.Module], optimizer: MegatronOptimizer
+) -> tuple[dict[str, Tensor], RandomState]:
+    """A rank's `part_tensors` and `part_randoms`, for these models and this optimizer.
 
     Raises:
         ForerunError: the file is missing or damaged, or belongs to another model.
@@ -128,11 +134,22 @@ def read_part(directory: Path, rank: int, models: Sequence[nn.Module], optimizer
         tensors = load_file(path)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ForerunError(f"{reading} cannot be read ({one_line(error)}): resume from an older checkpoint") from error
-    own = dict(_weights(models)) | {f"main.{name}": p.detach() for name, _, p in _optimized(optimizer)}
+    own = _places(models, optimizer)
     for name, tensor in own.items():
         if name not in tensors or tensors[name].shape != tensor.shape:
             raise ForerunError(f"{path} has no {name} of shape {list(tensor.shape)}: it belongs to another model")
-    for name, tensor in own.items():
+    moments = {name for name in tensors if f"main.{name.partition(':')[2]}" in own}
+    if strange := sorted(tensors.keys() - own.keys() - moments):
+        raise ForerunError(f"{path} has {strange[0]}, which has no place here: it belongs to another model")
+    return tensors, randoms
+
+
+@torch.no_grad()
+def restore_part(
+    tensors: Mapping[str, Tensor], randoms: RandomState, models: Sequence[nn.Module], optimizer: MegatronOptimizer
+) -> None:
+    """Put what `read_part` gave back into models, optimizer and generators."""
+    for name, tensor in _places(models, optimizer).items():
         tensor.copy_(tensors[name])
     by_name = {name: (inner, parameter) for name, inner, parameter in _optimized(optimizer)}
     for full_name, tensor in tensors.items():
@@ -143,6 +160,11 @@ def read_part(directory: Path, rank: int, models: Sequence[nn.Module], optimizer
     restore_random_state(randoms)
     states = {name.removeprefix(_TRACKER): t for name, t in randoms[0].items() if name.startswith(_TRACKER)}
     get_cuda_rng_tracker().set_states(states)
+
+
+def _places(models: Sequence[nn.Module], optimizer: MegatronOptimizer) -> dict[str, Tensor]:
+    """Every tensor of `part_tensors` that there is before the first step, too."""
+    return dict(_weights(models)) | {f"main.{name}": p.detach() for name, _, p in _optimized(optimizer)}
 
 
 def _path(directory: Path, rank: int) -> Path:
