@@ -4,7 +4,7 @@ from forerun.mtp.block import MTPBlock, MTPLayer
 from forerun.mtp.config import MTPConfig
 from forerun.mtp.graft import graft
 from forerun.mtp.losses import LossSpec, chunked_log_probs, fused_loss
-from forerun.mtp.shift import depth_counts, depth_targets, document_ids
+from forerun.mtp.shift import depth_counts, depth_targets, document_ids, document_ids_from_cu_seqlens
 from forerun.mtp.stats import MTPStats, reduce_counts
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "depth_counts",
     "depth_targets",
     "document_ids",
+    "document_ids_from_cu_seqlens",
     "fused_loss",
     "graft",
     "reduce_counts",
