@@ -123,14 +123,18 @@ def _keys(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def _nearest(key: str, root: type) -> str:
-    """The valid key most like `key`: as a whole, or else by its last part, which may sit in the wrong section."""
+    """The valid key most like `key`: of those with its last part, as a whole, or else by a last part like its own."""
     valid = list(_keys(root))
+    last = key.rpartition(".")[2]
+    if same := [name for name in valid if name.rpartition(".")[2] == last]:
+        return f"did you mean {difflib.get_close_matches(key, same, n=1, cutoff=0.0)[0]}?"
     if close := difflib.get_close_matches(key, valid, n=1, cutoff=0.75):
         return f"did you mean {close[0]}?"
     by_name = {name.rpartition(".")[2]: name for name in reversed(valid)}
-    if close := difflib.get_close_matches(key.rpartition(".")[2], by_name, n=1, cutoff=0.7):
+    if close := difflib.get_close_matches(last, by_name, n=1, cutoff=0.7):
         return f"did you mean {by_name[close[0]]}?"
-    return f"the nearest valid key is {difflib.get_close_matches(key, valid, n=1, cutoff=0.0)[0]}"
+    nearest = difflib.get_close_matches(key, valid, n=1, cutoff=0.0)[0]
+    return f"the nearest valid key is {nearest}; docs/migrating.md has the names of verl and TRL beside ours"
 
 
 def _shown(value: Any) -> str:

@@ -23,7 +23,7 @@ from forerun.planner.hardware import BYTES, Hardware, Precision
 from forerun.planner.serving_memory import Serving, serving
 from forerun.planner.shape import FoundConfig, ModelShape, find_config, shape_of
 from forerun.planner.training import Device, Layout, TrainingRun
-from forerun.trainers.checks import check_layout
+from forerun.trainers.checks import check_context, check_layout
 from forerun.trainers.setup import named_device
 
 
@@ -78,7 +78,9 @@ def job_of(config: SFTConfig | RLConfig, hardware: Hardware | None) -> Job:
     named = named_device(config.engine)
     device: Device = "cpu" if on_cpu or (named is not None and named.type == "cpu") else "cuda"
     check_layout(config, _num_ranks(config), torch.device(device))
-    shape = _shape(config.model)
+    name, found = _config_file(config.model)
+    check_context(config, found)
+    shape = shape_of(found, name)
     if config.engine.strategy == "megatron":
         config.engine.megatron.layout().stage_sizes(len(shape.layers))
     elif config.engine.context_parallel_size > 1:
@@ -169,14 +171,15 @@ def _is_rl(path: Path | None, overrides: Sequence[str]) -> bool:
     return bool(own & (given | set(loaded if isinstance(loaded, dict) else ())))
 
 
-def _shape(model: ModelConfig) -> ModelShape:
+def _config_file(model: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """The model's name, and its config.json with the run's overrides."""
     found = find_config(model.path)
     config = found.config
     if model.override_config and found.directory is not None:
         config = overridden_config(ConfigFile(found.directory, config), model.override_config, model.trust_remote_code)
     elif model.override_config:
         config = _with_sizes(found, model)
-    return shape_of(config, found.name)
+    return found.name, config
 
 
 def _with_sizes(found: FoundConfig, model: ModelConfig) -> dict[str, Any]:

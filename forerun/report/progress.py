@@ -114,7 +114,8 @@ class ProgressBar:
         if self._rich is not None:
             self._rich.start()
         else:
-            self._print(f"{self._counted(self.total)} to do" if self.total is not None else "started")
+            left = f"{self.total - self.done:.0f} of " if self.total is not None and self.done else ""
+            self._print(f"{left}{self._counted(self.total)} to do" if self.total is not None else "started")
         return self
 
     def __exit__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -113,7 +114,8 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Weights & Biases; set WANDB_MODE=offline to keep it on this machine. None is left out.
+    """Weights & Biases, which its variables steer: WANDB_PROJECT and WANDB_NAME win over ours, and
+    WANDB_MODE=offline keeps it on this machine. None is left out.
 
     Raises:
         UsageError: wandb is not installed.
@@ -126,7 +128,12 @@ class WandbWriter:
             raise UsageError('the wandb logger needs wandb: pip install -e ".[wandb]"') from error
         Path(directory).mkdir(parents=True, exist_ok=True)
         try:
-            self._run = wandb.init(project="forerun", dir=str(directory), config=dict(config or {}))
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "forerun"),
+                name=os.environ.get("WANDB_NAME", Path(directory).name),
+                dir=str(directory),
+                config=dict(config or {}),
+            )
         except wandb.errors.Error as error:
             raise ForerunError(f"wandb refused to start: {str(error).splitlines()[0]}") from error
 

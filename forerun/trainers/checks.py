@@ -6,8 +6,10 @@ machine; `check_layout` is the part of it that holds on any.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +28,7 @@ def check_config(config: SFTConfig | RLConfig, has_data: bool, has_model: bool) 
 
     Raises:
         UsageError: see `config_check.check`; the output directory is a file; model.path is no checkpoint; an override
-            of a key that the model's config.json does not have.
+            of a key that the model's config.json does not have; rollouts longer than the model's context.
     """
     model = replace(config.model, path=config.model.path or ("given" if has_model else ""))
     data = replace(config.data, train_files=config.data.train_files or (["given"] if has_data else []))
@@ -41,8 +43,35 @@ def check_config(config: SFTConfig | RLConfig, has_data: bool, has_model: bool) 
         reader = CheckpointReader(config.model.path)
     except UsageError as error:
         raise UsageError(f"model.path: {error}") from None
+    found = reader.config
     if config.model.override_config:
-        overridden_config(reader, config.model.override_config, config.model.trust_remote_code)
+        found = overridden_config(reader, config.model.override_config, config.model.trust_remote_code)
+    check_context(config, found)
+
+
+def check_context(config: SFTConfig | RLConfig, found: Mapping[str, Any]) -> None:
+    """Refuse rollouts that are longer than what a model reads.
+
+    Args:
+        found: its config.json. Engines other than native stretch its context by the factor of its rotary scaling, as
+            vLLM does.
+
+    Raises:
+        UsageError
+    """
+    text = found.get("text_config") or found
+    context = text.get("max_position_embeddings")
+    if isinstance(config, SFTConfig) or not isinstance(context, int):
+        return
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    if config.rollout.engine != "native" and isinstance(rope.get("factor"), int | float):
+        context = int(context * max(1.0, rope["factor"]))
+    longest = config.rollout.max_prompt_length + config.rollout.max_response_length
+    if longest > context:
+        raise UsageError(
+            f"rollout.max_prompt_length + rollout.max_response_length = {longest} is more than the model's context of "
+            f"{context}: lower one, or set model.override_config.max_position_embeddings if the model can do more"
+        )
 
 
 def check_ranks(config: SFTConfig | RLConfig, num_ranks: int | None) -> None:

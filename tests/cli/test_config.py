@@ -63,6 +63,8 @@ BAD = [
     ("mtp.num_layer=2", "unknown configuration key mtp.num_layer; did you mean mtp.num_layers?"),
     ("algorithms.clip_ratio_low=1", "algorithms.clip_ratio_low; did you mean algorithm.clip_ratio_low?"),
     ("actor.clip_ratio_low=1", "actor.clip_ratio_low; did you mean algorithm.clip_ratio_low?"),
+    ("data.max_prompt_length=8", "data.max_prompt_length; did you mean rollout.max_prompt_length?"),
+    ("trainer.project_name=x", "docs/migrating.md has the names of verl and TRL beside ours"),
     ("optim.lr=fast", "optim.lr=fast must be a number"),
     ("optim.lr=null", "optim.lr=null must be a number"),
     ("optim.lr={a: 1}", "optim.lr={'a': 1} must be a number"),

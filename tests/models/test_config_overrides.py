@@ -13,6 +13,7 @@ import forerun
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.config import ModelConfig, RLConfig, SFTConfig
 from forerun.config_file import load_config, save_config
+from forerun.config_rollout import RolloutConfig
 from forerun.errors import UsageError
 from forerun.families import MIMO
 from forerun.models.attach import attach
@@ -111,6 +112,17 @@ def test_a_mistake_is_one_line_and_no_weight_is_read(
     check_config(config, has_data=True, has_model=True)  # the caller's model is as it is
     with pytest.raises(UsageError, match=r"model\.override_config"):
         check_config(RLConfig(ModelConfig(str(tmp_path), override_config=overrides)), has_data=True, has_model=False)
+
+
+def test_rollouts_are_measured_by_the_context_as_overridden(mimo: Path) -> None:
+    def check(context: int) -> None:
+        model = ModelConfig(str(mimo), override_config={"max_position_embeddings": context})
+        rollout = RolloutConfig(max_prompt_length=20, max_response_length=30)
+        check_config(RLConfig(model, rollout=rollout), has_data=True, has_model=False)
+
+    check(50)
+    with pytest.raises(UsageError, match=r"max_response_length = 50 is more than the model's context of 49"):
+        check(49)
 
 
 def test_keys_of_a_section(tmp_path: Path) -> None:

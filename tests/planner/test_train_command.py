@@ -176,6 +176,27 @@ def test_the_advice_holds(capsys: pytest.CaptureFixture[str], sft: Path, overrid
     assert f"brings it to {peak(mended) / GIB:.3g} GiB" in found["sentence"]
 
 
+def test_rollouts_longer_than_the_models_context_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(config: dict[str, Any], *more: str) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(find_config("smollm2-135m").config | config))
+        lengths = ["rollout.max_prompt_length=100", "rollout.max_response_length=412"]
+        settings = [f"model.path={tmp_path}", "data.train_files=[a.jsonl]", *lengths, *more]
+        code, _, err = plan(capsys, *settings)
+        assert (code == 2) == bool(err)
+        return err
+
+    refused = "rollout.max_prompt_length + rollout.max_response_length = 512 is more than the model's context of 511: "
+    assert refused in said({"max_position_embeddings": 511})
+    assert refused in said({"text_config": find_config("smollm2-135m").config | {"max_position_embeddings": 511}})
+    assert not said({"max_position_embeddings": 512})
+    assert not said({})  # config.json does not say
+    stretched = {"max_position_embeddings": 256, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
+    assert "context of 256" in said(stretched)
+    assert not said(stretched, "rollout.engine=vllm", "rollout.python=python")
+
+
 def test_fitting_leaves_room_for_what_is_not_a_tensor(sft: Path) -> None:
     job, device = job_of(read_config(sft, [], None), None), find("h200")
     need = make_train_plan(job, device).peak

@@ -74,6 +74,7 @@ def test_what_an_earlier_run_did_is_not_taken_for_speed() -> None:
         clock.now += 5
         bar.advance()
     assert bar.state() == " 91%  91/100 steps  5 s each  ETA 45s"
+    assert out.getvalue().splitlines()[0] == "train: 10 of 100 steps to do"
 
 
 def test_a_failure_is_not_called_done() -> None:

@@ -153,6 +153,19 @@ def test_make_writers_puts_files_where_users_look(tmp_path: Path) -> None:
         make_writers(["csv"], tmp_path)
 
 
+def test_wandb_gets_the_run_and_its_own_variables_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for project, name in ((None, None), ("mine", "first try")):
+        if project is not None and name is not None:
+            monkeypatch.setenv("WANDB_PROJECT", project)
+            monkeypatch.setenv("WANDB_NAME", name)
+        with make_writers(["wandb"], tmp_path / "rl_math", {"seed": 1}) as writers:
+            assert (wandb.run.project, wandb.run.name) == (project or "forerun", name or "rl_math")
+            writers.log(1, {"loss": 0.5, "acceptance_length": None})
+        assert wandb.run is None
+
+
 def test_wandb_missing_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UsageError, match=r'pip install -e "\.\[wandb\]"'):
