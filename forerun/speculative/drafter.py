@@ -50,18 +50,21 @@ class History:
 
     def resize(self, rows: int, capacity: int) -> None:
         """Take another size, and keep what the rows hold as far as it fits."""
-        old_rows, old_capacity = self.next_tokens.shape
-        kept, length = min(rows, old_rows), min(capacity, old_capacity)
-        for name in ("hidden_states", "next_tokens"):
-            old: Tensor = getattr(self, name)
-            new = old.new_zeros(rows, capacity, *old.shape[2:])
-            new[:kept, :length] = old[:kept, :length]
-            setattr(self, name, new)
+        self.hidden_states = resized(self.hidden_states, rows, capacity)
+        self.next_tokens = resized(self.next_tokens, rows, capacity)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of a row."""
         for kept in (self.hidden_states, self.next_tokens):
             kept[target, :length] = kept[source, :length]
+
+
+def resized(old: Tensor, *sizes: int) -> Tensor:
+    """Of other sizes in the first dimensions, with as much of `old` as fits, and zeros."""
+    new = old.new_zeros(*sizes, *old.shape[len(sizes) :])
+    kept = tuple(slice(min(pair)) for pair in zip(sizes, old.shape, strict=False))
+    new[kept] = old[kept]
+    return new
 
 
 class Drafter:

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.speculative.drafter import resized
+
 
 class KVShape(NamedTuple):
     """Of one layer: key-value heads, and how wide a head's key and value are."""
@@ -80,7 +82,8 @@ class RowCache:
         """Take another size, and keep what the rows hold as far as it fits."""
         self.rows, self.capacity = rows, capacity
         for layer, (keys, values) in self._layers.items():  # one by one: little is held twice
-            self._layers[layer] = resized(keys, rows, capacity), resized(values, rows, capacity)
+            heads = keys.shape[1]
+            self._layers[layer] = resized(keys, rows, heads, capacity), resized(values, rows, heads, capacity)
         for states in self.states.values():
             states.resize(rows)
 
@@ -96,14 +99,6 @@ class RowCache:
         """After a step over T positions of rows 0..R-1: row r keeps its first kept[r] >= 1."""
         for states in self.states.values():
             states.commit(kept)
-
-
-def resized(old: Tensor, rows: int, capacity: int) -> Tensor:
-    """[rows, heads, capacity, dim] with as much of `old` as fits, and zeros."""
-    kept, length = min(rows, old.shape[0]), min(capacity, old.shape[2])
-    new = old.new_zeros(rows, old.shape[1], capacity, old.shape[3])
-    new[:kept, :, :length] = old[:kept, :, :length]
-    return new
 
 
 class Step(Protocol):

@@ -24,6 +24,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from forerun.rollout.native.attention import current_step
 from forerun.rollout.native.cache import DecodeStep, PrefillStep, RowCache
+from forerun.speculative.drafter import resized
 
 # Up to so many tokens are read one after the other; longer pieces in the chunks of 64 that the chunked rule pads to.
 _FEW_TOKENS = 16
@@ -67,12 +68,8 @@ class DeltaStates:
         self.memory[target] = self.memory[source]
 
     def resize(self, rows: int) -> None:
-        kept = min(rows, len(self.inputs))
-        for name in ("inputs", "memory"):
-            old: Tensor = getattr(self, name)
-            new = old.new_zeros(rows, *old.shape[1:])
-            new[:kept] = old[:kept]
-            setattr(self, name, new)
+        self.inputs = resized(self.inputs, rows)
+        self.memory = resized(self.memory, rows)
 
     def commit(self, kept: Sequence[int]) -> None:
         """Read the first kept[r] tokens of the last step for good."""
