@@ -430,6 +430,7 @@ def test_the_command_trains_asynchronously_without_ray(tmp_path: Path, checkpoin
         f"trainer.output_dir={tmp_path / 'run'}",
         "trainer.total_steps=3",
         "trainer.save_freq=2",
+        "rollout.max_prompt_length=16",
         "rollout.max_response_length=8",
         "reward.function=exact_match",
     ]
