@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
+from transformers.utils.generic import is_flash_attention_requested
 
 from forerun.data.batch import Batch
 from forerun.engines.context_parallel import gather_in_attention
 from forerun.engines.handing_out import agree_on_weights, hand_out
 from forerun.engines.ranks import RankGroup
-from forerun.engines.shared_rows import RowParts, Rows
+from forerun.engines.shared_rows import DocumentRows, JoinedRows, RowParts, Rows
 from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier
 from forerun.models.trunk import base_model
@@ -76,7 +77,7 @@ class DataParallel(RankGroup):
     Attributes:
         data: the ranks that share a step's micro-batches, seen from this one: all of them, or one of each
             context-parallel group.
-        rows: makes of a micro-batch what this rank holds of it.
+        rows: makes of a micro-batch what runs here.
         speaks: whether what a context-parallel group has in common is this rank's to report.
 
     Raises:
@@ -92,7 +93,7 @@ class DataParallel(RankGroup):
             cuda = mesh.device_type == "cuda"
             self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(mesh.device_type)
         self.data: RankGroup = self
-        self.rows: Callable[[Batch], Rows] = Rows
+        self.rows: Callable[[Batch], Rows] = rows_for(model)
         self.speaks = True
         if sharding.context_parallel_size > 1:
             size = sharding.context_parallel_size
@@ -177,6 +178,13 @@ class DataParallel(RankGroup):
             for own, tensor in zip(rewritten.parameters(), written, strict=True):
                 own.copy_(like(tensor, own))
         return result
+
+
+def rows_for(model: PreTrainedModel) -> Callable[[Batch], Rows]:
+    """How a micro-batch has to be laid out so that its documents stay apart in the model's layers."""
+    if model._is_stateful:
+        return DocumentRows
+    return JoinedRows if is_flash_attention_requested(base_model(model).config) else Rows
 
 
 def _parts_of_other_dtypes(unit: nn.Module) -> Iterator[nn.Module]:

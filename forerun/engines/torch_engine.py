@@ -7,14 +7,15 @@ MTP loss -> main loss -> backward. Neither loss ever holds the whole batch's log
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -176,6 +177,18 @@ class TorchEngine:
         """Where it computes."""
         return self.ranks.device or next(self.model.parameters()).device
 
+    @property
+    def vocab_size(self) -> int:
+        return len(cast(nn.Embedding, self.model.get_input_embeddings()).weight)
+
+    @property
+    def max_position_embeddings(self) -> int | None:
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def frozen_copy(self) -> TorchEngine:
+        # Its optimizer never makes a step, so it has no state: the memory is that of the weights.
+        return TorchEngine(copy.deepcopy(self.model), self.config)
+
     # ---- one step
 
     def forward_backward(
@@ -221,7 +234,9 @@ class TorchEngine:
         stats = None
         rows = self.ranks.rows(batch)
         with self._autocast():
-            hidden_states = self._trunk_hidden_states(rows) if not self.config.train_trunk else self._run_trunk(rows)
+            hidden_states = (
+                self._trunk_hidden_states(batch, rows) if not self.config.train_trunk else self._run_trunk(rows)
+            )
             if self.train_mtp:
                 mtp = self._mtp(hidden_states, rows, counts, temperature=temperature)
                 losses.append(mtp.loss)
@@ -284,13 +299,17 @@ class TorchEngine:
         batch = batch.to(self.device)
         rows = self.ranks.rows(batch)
         with self._autocast():
-            return rows.whole(self.ranks.run(lambda: self._trunk_hidden_states(rows)))
+            return rows.whole(self.ranks.run(lambda: self._trunk_hidden_states(batch, rows)))
 
     @torch.no_grad()
-    def _trunk_hidden_states(self, rows: Rows) -> Tensor:
+    def _trunk_hidden_states(self, batch: Batch, rows: Rows) -> Tensor:
         if self.hidden_cache is not None:
-            return self.hidden_cache.get(rows.batch, lambda batch: self._run_trunk(Rows(batch)))
+            return rows.take(self.hidden_cache.get(batch, self._run_whole_rows))
         return self._run_trunk(rows)
+
+    def _run_whole_rows(self, batch: Batch) -> Tensor:
+        rows = self.ranks.rows(batch)
+        return rows.whole(self._run_trunk(rows))
 
     def _run_trunk(self, rows: Rows) -> Tensor:
         """The trunk's hiddens of the tokens that this rank holds, [B, S here, d]."""
@@ -330,7 +349,7 @@ class TorchEngine:
         def one(batch: Batch) -> tuple[Tensor, Tensor]:
             rows = self.ranks.rows(batch)
             with self._autocast():
-                return self._log_probs(self._trunk_hidden_states(rows), batch, rows, temperature)
+                return self._log_probs(self._trunk_hidden_states(batch, rows), batch, rows, temperature)
 
         own = [self.ranks.run(partial(one, batch.to(self.device))) for batch, _ in self.ranks.data.deal(batches)]
         if self.ranks.sharded:  # on their way to the other ranks, whose devices are not ours
@@ -339,13 +358,12 @@ class TorchEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Held-out figures: eval loss (mean negative log-probability per target) and mtp/* per depth."""
         self.model.eval()
 
         def one(batch: Batch) -> tuple[Tensor, MTPStats | None]:
             rows = self.ranks.rows(batch)
             with self._autocast():
-                hidden_states = self._trunk_hidden_states(rows)
+                hidden_states = self._trunk_hidden_states(batch, rows)
                 log_probs, _ = self._log_probs(hidden_states, batch, rows, 1.0)
                 if not isinstance(self.model, MTPCarrier):
                     return log_probs, None

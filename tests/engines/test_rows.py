@@ -1,0 +1,144 @@
+"""Rows laid out for the trunk's layers: recurrent ones get a document to a row, flash attention gets one row of all.
+
+transformers' own code around flash attention runs here; the two kernels that it calls are plain products.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel, modeling_flash_attention_utils
+
+from forerun.data.batch import Batch
+from forerun.data.packing import Document, pack
+from forerun.engines.hidden_cache import HiddenCache
+from forerun.engines.shared_rows import DocumentRows, JoinedRows
+from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
+from forerun.models.attach import attach
+from forerun.trainers.batching import make_rows, stack_rows
+from forerun.trainers.sft import NextTokenLoss
+from tests.engines.test_torch_engine import mtp_config
+from tests.families.tiny import VOCAB, tiny_trunk
+
+LENGTHS = (9, 4, 7, 5, 2)
+
+
+def documents() -> list[Document]:
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [
+        Document(row, [False, *[True] * (len(row) - 1)], {"weight": [1.0 + i] * len(row)}) for i, row in enumerate(ids)
+    ]
+
+
+def packed() -> Batch:
+    """Rows of several documents, whose numbers differ from their neighbours' in the row, and no further; the last has padding behind."""
+    rows = make_rows(documents(), 15, packing=True)
+    for number, row in enumerate(rows):
+        local = row.document_ids.diff(prepend=row.document_ids[:, :1]).ne(0).cumsum(1)
+        row.document_ids = (local + number) % 2
+    return stack_rows(rows)
+
+
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False
+) -> Tensor:
+    """As flash-attn's: [B, S, heads, d], every row one document."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """As flash-attn's: [tokens, heads, d], documents from one of `cu_seqlens_q` to the next."""
+    sizes = cu_seqlens_q.diff().tolist()
+    parts = zip(*(x.split(sizes) for x in (q, k, v)), strict=True)
+    return torch.cat([flash_attn_func(*(x[None] for x in part), 0.0, softmax_scale, causal)[0] for part in parts])
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils: Any = modeling_flash_attention_utils
+    kernels = flash_attn_func, flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input
+    monkeypatch.setattr(utils, "_loaded_implementation", None)
+    monkeypatch.setattr(utils, "_lazy_imports", lambda *_, **__: kernels)
+
+
+def model(kind: str, attention: str) -> PreTrainedModel:
+    made: Any = tiny_trunk(kind, dtype=torch.float64)
+    if "Experts" in "".join(type(module).__name__ for module in made.modules()):
+        made.set_experts_implementation("eager")  # the default has no float64
+    made.config._attn_implementation = attention
+    return attach(made, mtp_config(detach_encoder=False), init="plain")
+
+
+def trained(kind: str, attention: str, batches: list[Batch]) -> tuple[dict[str, float], dict[str, Tensor]]:
+    engine = TorchEngine(model(kind, attention), TorchEngineConfig(chunk_size=5))
+    figures = engine.forward_backward(batches, NextTokenLoss(batches))
+    gradients = {n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None}
+    return figures, gradients
+
+
+@pytest.mark.parametrize("rows", [DocumentRows, JoinedRows])
+def test_layouts_hold_the_same_tokens(rows: type[DocumentRows | JoinedRows]) -> None:
+    batch = packed()
+    laid = rows(batch)
+    real = batch.document_ids >= 0
+    for name in ("input_ids", "loss_mask"):
+        x = getattr(batch, name)
+        torch.testing.assert_close(laid.whole(laid.take(x)) * real, x * real)
+        assert torch.equal(laid.take(x), getattr(laid.batch, name))
+    assert laid.batch.num_targets == batch.num_targets == sum(LENGTHS) - len(LENGTHS)
+    assert torch.equal(laid.batch.extras["weight"], laid.take(batch.extras["weight"]))
+    starts = (laid.batch.position_ids == 0).sum()
+    if rows is DocumentRows:
+        assert laid.batch.input_ids.shape == (len(LENGTHS), max(LENGTHS))
+        assert starts == len(LENGTHS) + sum(length < max(LENGTHS) for length in LENGTHS)  # documents, and their padding
+    else:
+        assert len(laid.batch.input_ids) == 1 and starts == (batch.position_ids == 0).sum()
+
+
+@pytest.mark.usefixtures("flash")
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [("qwen3_next", "sdpa"), ("qwen3_5_text", "flash_attention_2"), ("attached", "flash_attention_2")],
+)
+def test_documents_do_not_see_one_another(kind: str, attention: str) -> None:
+    apart = pack(documents(), 15, micro_batch_size=1, layout="padded")
+    expected, gradients = trained(kind, "sdpa", apart)
+    found, own = trained(kind, attention, [packed()])
+    assert found == pytest.approx(expected)
+    assert own.keys() == gradients.keys()
+    for name, gradient in own.items():
+        torch.testing.assert_close(gradient, gradients[name], msg=name)
+
+
+@pytest.mark.usefixtures("flash")
+@pytest.mark.parametrize(("kind", "attention"), [("qwen3_next", "sdpa"), ("attached", "flash_attention_2")])
+def test_hiddens_are_cached_by_row(kind: str, attention: str) -> None:
+    config = TorchEngineConfig(train_trunk=False)
+    cache, first, second = HiddenCache(), *make_rows(documents(), 15, packing=True)[:2]
+    made = model(kind, attention)
+    both = stack_rows([first, second])
+    expected = TorchEngine(made, config).trunk_hidden_states(both)
+    engine = TorchEngine(made, config, hidden_cache=cache)
+    for batch in (first, both):
+        found = engine.trunk_hidden_states(batch)
+    assert (cache.hits, cache.misses) == (1, 2)
+    real = both.document_ids >= 0
+    torch.testing.assert_close(found[real], expected[real])
