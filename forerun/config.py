@@ -29,6 +29,9 @@ class ModelConfig:
     path: str = ""
     dtype: Literal["float32", "bfloat16"] = "float32"
     trust_remote_code: bool = False
+    # transformers' attention: eager, sdpa, flash_attention_2, flash_attention_3, a kernel of the Hub; null takes the
+    # model's own choice, sdpa mostly. Flash attention needs its package, a GPU, and a forward pass in bfloat16.
+    attn_implementation: str | None = None
     # Keys of its config.json to set before the model is built, nested as there or dotted: max_position_embeddings,
     # rope_scaling.factor. Saved models have them.
     override_config: dict[str, Any] = field(default_factory=dict)
@@ -247,6 +250,7 @@ class SFTConfig:
     def validate(self, prefix: str) -> None:
         _need_model_and_data(self.model, self.data)
         _check_launch(self.launch, self.distributed)
+        _check_attention(self.model, self.engine)
         if self.micro_batch_size > self.train_batch_size:
             raise UsageError(
                 f"micro_batch_size={self.micro_batch_size} is larger than train_batch_size={self.train_batch_size}"
@@ -293,6 +297,7 @@ class RLConfig:
     def validate(self, prefix: str) -> None:
         _need_model_and_data(self.model, self.data)
         _check_launch(self.launch, self.distributed)
+        _check_attention(self.model, self.engine)
         longest = self.rollout.max_prompt_length + self.rollout.max_response_length
         if self.max_row_length is not None and self.max_row_length < longest:
             raise UsageError(
@@ -323,6 +328,20 @@ class RLConfig:
         check_async(self.async_training, self.algorithm, self.rollout, self.data.gen_batch_size, self.launch)
         if asynchronous and self.launch == "ray" and self.distributed.num_ranks > 1:
             check_patience(self.async_training, self.distributed.timeout_s)
+
+
+def _check_attention(model: ModelConfig, engine: EngineConfig) -> None:
+    name = model.attn_implementation
+    if name is None:
+        return
+    if engine.strategy == "megatron" or engine.context_parallel_size > 1:
+        other = "strategy=megatron" if engine.strategy == "megatron" else "context_parallel_size"
+        raise UsageError(f"model.attn_implementation={name}: engine.{other} brings its own attention, leave it out")
+    if "flash" in name and "bfloat16" not in (model.dtype, engine.autocast, engine.param_dtype):
+        raise UsageError(
+            f"model.attn_implementation={name} computes in bfloat16: set engine.autocast=bfloat16 (one process), "
+            "engine.param_dtype=bfloat16 (ranks) or model.dtype=bfloat16"
+        )
 
 
 def _check_launch(launch: str, distributed: DistributedConfig) -> None:

@@ -26,6 +26,8 @@ _FIXED = {
     "quantization_config": "how it is stored stands in its files",
     "dtype": "set model.dtype",
     "torch_dtype": "set model.dtype",
+    "attn_implementation": "set model.attn_implementation",
+    "_attn_implementation": "set model.attn_implementation",
 }
 _ROPE = ("rope_parameters", "rope_scaling")  # transformers' name, and that of older files
 

@@ -42,6 +42,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
     override_config: Mapping[str, Any] | None = None,
+    attn_implementation: str | None = None,
     meta: bool = False,
 ) -> PreTrainedModel:
     """A causal LM with the MTP block that its checkpoint holds.
@@ -53,6 +54,8 @@ def load(
         dtype: of all weights.
         trust_remote_code: let the directory's own Python files define the trunk, where transformers has no code for it.
         override_config: keys of config.json to set before the model is built, see `overridden_config`.
+        attn_implementation: transformers' name of an attention function, "flash_attention_2" for instance; None leaves
+            the choice to the model.
         meta: read no weight, and leave the model on the meta device, where it takes no memory: for ranks that get
             theirs from another (docs/scaling.md). What is wrong with the weights is then not found either.
 
@@ -63,7 +66,8 @@ def load(
         UsageError: not a checkpoint, or one with an adapter in it; `enable=True` on one without MTP; `repeat_layer` on
             one with several layers; a weight of the trunk missing, or a depth declared of which tensors are missing;
             quantised weights without a quantization_config; a tied LM head that differs from the embedding; a family
-            that is not supported; an override of a key that is not there.
+            that is not supported; an override of a key that is not there; an attention that the model or this machine
+            does not have.
         ForerunError: an MTP tensor has another shape than its place, is quantised, or is one that the family does not
             know; a copy of the embedding or the LM head differs from the trunk's.
     """
@@ -80,7 +84,7 @@ def load(
     depth = present_depth(family, reader.config, reader.tensor_names)
     declared = declared_depth(family, reader.config)
     if mtp is not None and not mtp.enable:
-        model = _load_trunk(reader, family, depth, dtype, trust_remote_code, meta)
+        model = _load_trunk(reader, family, depth, dtype, trust_remote_code, attn_implementation, meta)
         if depth or declared:
             set_depth(model.config, family, 0)
         return model
@@ -95,7 +99,7 @@ def load(
         raise UsageError(f"{path} carries no MTP block: attach one with forerun.attach(model, mtp)")
     if mtp is not None and mtp.repeat_layer and depth > 1:
         raise UsageError(f"mtp.repeat_layer=true repeats one layer, and {path} holds {depth}: set it to false")
-    model = _load_trunk(reader, family, depth, dtype, trust_remote_code, meta)
+    model = _load_trunk(reader, family, depth, dtype, trust_remote_code, attn_implementation, meta)
     if depth == 0:
         return model
     mtp = mtp or MTPConfig(enable=True)
@@ -110,13 +114,21 @@ def load(
 
 
 def _load_trunk(
-    reader: CheckpointReader, family: FamilyRecord, depth: int, dtype: torch.dtype, trust_remote_code: bool, meta: bool
+    reader: CheckpointReader,
+    family: FamilyRecord,
+    depth: int,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    attn_implementation: str | None,
+    meta: bool,
 ) -> PreTrainedModel:
     path = reader.path
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # the block's tensors are "unexpected" to the trunk; we account for them
     try:
         config = build_config(reader, family, trust_remote_code)
+        if attn_implementation is not None:
+            config._attn_implementation = attn_implementation
         if meta:
             return _without_weights(reader, config, dtype, trust_remote_code)
         layers = config.get_text_config().num_hidden_layers
@@ -137,6 +149,8 @@ def _load_trunk(
             raise UsageError(
                 f"{path} brings Python files of its own: read them, and set trust_remote_code=true to run them"
             ) from error
+        if attn_implementation is not None and (isinstance(error, ImportError) or "ttention" in str(error)):
+            raise UsageError(f"attn_implementation={attn_implementation}: {one_line(error):.200}") from error
         raise UsageError(
             f"transformers cannot load {path}: check config.json and weights ({one_line(error):.200})"
         ) from error

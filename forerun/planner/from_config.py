@@ -94,6 +94,8 @@ def job_of(config: SFTConfig | RLConfig, hardware: Hardware | None) -> Job:
     mixed = layout.shards > 1 and config.engine.param_dtype is not None
     autocast = config.engine.autocast != "none"
     compute = 2 if mixed or autocast else weight_bytes
+    # Flash attention knows documents by their bounds: no mask, and keys and values are not repeated.
+    masked = "flash" not in (config.model.attn_implementation or "")
     common: dict[str, Any] = {
         "shape": shape,
         "layout": layout,
@@ -118,7 +120,7 @@ def job_of(config: SFTConfig | RLConfig, hardware: Hardware | None) -> Job:
                 train_trunk=not config.freeze_trunk,
                 rows=rows,
                 row_length=config.data.max_length,
-                packed=config.data.packing or rows > 1,  # padding is a document of its own
+                packed=masked and (config.data.packing or rows > 1),  # padding is a document of its own
                 micro_batches=-(-config.train_batch_size // rows),
             )
         )
@@ -132,7 +134,7 @@ def job_of(config: SFTConfig | RLConfig, hardware: Hardware | None) -> Job:
         rows=1 if by_tokens else responses,
         row_length=row_length or limits,
         document_length=limits if by_tokens else None,
-        packed=responses > 1,
+        packed=masked and responses > 1,
         micro_batches=-(-config.ppo_mini_batch_size * config.rollout.n // responses),
         reference=config.algorithm.needs_reference,
     )

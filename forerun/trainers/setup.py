@@ -112,6 +112,7 @@ def _load_model(config: ModelConfig, mtp: MTPConfig, seed: int, init: Init, meta
         dtype=getattr(torch, config.dtype),
         trust_remote_code=config.trust_remote_code,
         override_config=config.override_config,
+        attn_implementation=config.attn_implementation,
         meta=meta,
     )
     if attach_new:

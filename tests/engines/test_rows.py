@@ -19,6 +19,7 @@ from forerun.engines.hidden_cache import HiddenCache
 from forerun.engines.shared_rows import DocumentRows, JoinedRows
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.models.attach import attach
+from forerun.rollout.native.engine import NativeEngine
 from forerun.trainers.batching import make_rows, stack_rows
 from forerun.trainers.sft import NextTokenLoss
 from tests.engines.test_torch_engine import mtp_config
@@ -36,7 +37,7 @@ def documents() -> list[Document]:
 
 
 def packed() -> Batch:
-    """Rows of several documents, whose numbers differ from their neighbours' in the row, and no further; the last has padding behind."""
+    """Documents that have another number than their neighbours in the row, and no more; the last row is padded."""
     rows = make_rows(documents(), 15, packing=True)
     for number, row in enumerate(rows):
         local = row.document_ids.diff(prepend=row.document_ids[:, :1]).ne(0).cumsum(1)
@@ -142,3 +143,15 @@ def test_hiddens_are_cached_by_row(kind: str, attention: str) -> None:
     assert (cache.hits, cache.misses) == (1, 2)
     real = both.document_ids >= 0
     torch.testing.assert_close(found[real], expected[real])
+
+
+def test_a_native_engine_copies_a_model_under_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a model may be held in float32, which flash attention does not take: it must not run."""
+    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+    monkeypatch.delattr(modeling_flash_attention_utils, "_lazy_imports")
+    made = model("attached", "flash_attention_2")
+    engine = NativeEngine(made, products="linear")
+    assert made.config._attn_implementation == "flash_attention_2"
+    with pytest.raises(NameError):  # what a training step would call
+        made(torch.tensor([[1, 2]]))
+    assert engine.runner.vocab_size == VOCAB

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils.generic import is_flash_attention_requested
 
 from forerun.errors import ForerunError, UsageError, one_line
 from forerun.rollout.native.copying import ModelCopy, kinds_for
@@ -65,10 +66,13 @@ def _own_logits(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.get_output_embeddings().weight.shape[0]
     tokens = torch.randint(vocab_size, (_TOKENS,), generator=generator)
-    training = model.training
+    training, attention = model.training, model.config._attn_implementation
     model.eval()
+    if is_flash_attention_requested(model.config):  # which takes no float32, in which a model may be held
+        model.config._attn_implementation = "sdpa"
     logits = model(tokens[None].to(model.device)).logits[0].to("cpu", torch.float64)
     model.train(training)
+    model.config._attn_implementation = attention
     return tokens, logits
 
 
