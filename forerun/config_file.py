@@ -20,6 +20,24 @@ from forerun.errors import UsageError, one_line
 from forerun.report.atomic import write_text
 
 RESOLVED_CONFIG = "config.yaml"
+# Keys of verl and TRL, or their ends, that are not like ours (docs/migrating.md has all).
+_ELSEWHERE = {
+    "beta": "algorithm.kl_loss_coef",
+    "clip_grad": "optim.max_grad_norm",
+    "custom_reward_function.path": "reward.function",
+    "default_local_dir": "trainer.output_dir",
+    "enable_gradient_checkpointing": "engine.activation_recompute",
+    "epsilon": "algorithm.clip_ratio_low",
+    "gradient_checkpointing": "engine.activation_recompute",
+    "learning_rate": "optim.lr",
+    "max_completion_length": "rollout.max_response_length",
+    "max_steps": "trainer.total_steps",
+    "num_generations": "rollout.n",
+    "num_iterations": "ppo_epochs",
+    "per_device_train_batch_size": "micro_batch_size",
+    "report_to": "trainer.logger",
+    "rollout.name": "rollout.engine",
+}
 Config = TypeVar("Config", bound=object)
 
 
@@ -125,6 +143,9 @@ def _keys(cls: type, prefix: str = "") -> Iterator[str]:
 def _nearest(key: str, root: type) -> str:
     """The valid key most like `key`: of those with its last part, as a whole, or else by a last part like its own."""
     valid = list(_keys(root))
+    for theirs, ours in _ELSEWHERE.items():
+        if ours in valid and f".{key}".endswith(f".{theirs}"):
+            return f"did you mean {ours}?"
     last = key.rpartition(".")[2]
     if same := [name for name in valid if name.rpartition(".")[2] == last]:
         return f"did you mean {difflib.get_close_matches(key, same, n=1, cutoff=0.0)[0]}?"

@@ -62,7 +62,9 @@ class RolloutConfig:
     def validate(self, prefix: str) -> None:
         if self.engine == "native":
             if unused := self._set_among(_OUTSIDE):
-                raise UsageError(f"{prefix}{unused} is of {prefix}engine=vllm and sglang: unset it, or set engine")
+                raise UsageError(
+                    f"{prefix}{unused} is of {prefix}engine=vllm and sglang: unset it, or set {prefix}engine"
+                )
             return
         if (self.python is None) == (self.base_url is None):
             raise UsageError(

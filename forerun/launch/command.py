@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from forerun.cluster import import_ray
 from forerun.config import RLConfig, SFTConfig
 from forerun.config_file import load_config
+from forerun.errors import UsageError
 from forerun.launch.closing import closing_words, interrupted_words
 from forerun.launch.rank import check_device_count, is_rank, joined, run_as_rank
 from forerun.launch.ray_ranks import start_ranks as start_ray_ranks
@@ -73,9 +74,16 @@ def _run_rank(verb: Verb, path: Path | None, overrides: Sequence[str], on_ray: b
 
 
 def _load(verb: Verb, path: Path | None, overrides: Sequence[str]) -> SFTConfig | RLConfig:
-    if verb == "sft":
-        return load_config(SFTConfig, path, overrides)
-    return load_config(RLConfig, path, overrides)
+    own: type[SFTConfig | RLConfig] = SFTConfig if verb == "sft" else RLConfig
+    other: tuple[str, type] = ("rl", RLConfig) if verb == "sft" else ("sft", SFTConfig)
+    try:
+        return load_config(own, path, overrides)
+    except UsageError as error:
+        try:
+            load_config(other[1], path, overrides)
+        except UsageError:
+            raise error from None
+    raise UsageError(f"{path or 'this'} is a configuration of `forerun {other[0]}`: run that")
 
 
 def _train(config: SFTConfig | RLConfig, mesh: DeviceMesh | None, on_ray: bool = False) -> None:

@@ -135,7 +135,9 @@ class WandbWriter:
                 config=dict(config or {}),
             )
         except wandb.errors.Error as error:
-            raise ForerunError(f"wandb refused to start: {str(error).splitlines()[0]}") from error
+            raise ForerunError(
+                f"wandb refused to start: {str(error).splitlines()[0]} Or set WANDB_MODE=offline"
+            ) from error
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log({name: value for name, value in metrics.items() if value is not None}, step=step)

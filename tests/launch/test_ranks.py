@@ -251,6 +251,16 @@ def test_settings_that_contradict_are_refused_before_anything_starts(
     assert not (place / "refused").exists()
 
 
+def test_a_configuration_of_the_other_verb_is_named(place: Path) -> None:
+    for verb, other, file in (("sft", "rl", "rl.yaml"), ("rl", "sft", "run.yaml")):
+        path = place / file
+        more = [] if verb == "sft" else ["freeze_trunk=false"]
+        with pytest.raises(UsageError, match=rf"{file} is a configuration of `forerun {other}`: run that$"):
+            run_command(verb, path, more)
+        with pytest.raises(UsageError, match=r"optim\.lrr; did you mean optim\.lr\?"):
+            run_command(other, path, [*more, "optim.lrr=1"])
+
+
 def test_ranks_that_srun_or_mpirun_started_are_quiet_but_for_their_errors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
