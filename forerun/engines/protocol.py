@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from forerun.data.batch import Batch
 from forerun.errors import ForerunError
 from forerun.mtp.config import MaskRule
 from forerun.mtp.shift import depth_counts
+
+if TYPE_CHECKING:
+    from forerun.engines.ranks import RankGroup
 
 LossFn = Callable[[Tensor, Batch], tuple[Tensor, Mapping[str, Tensor | float]]]
 """The main loss of one micro-batch.
@@ -72,11 +76,39 @@ def step_depth_counts(batches: Sequence[Batch], num_depths: int, rule: MaskRule)
     return totals
 
 
+class ReferencePolicy(Protocol):
+    """What KL terms compare with: any training engine whose weights stay as they are."""
+
+    def log_probs(self, batches: Sequence[Batch], temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
+        """As `TrainingEngine.log_probs`."""
+        ...
+
+
 @runtime_checkable
 class TrainingEngine(Protocol):
     """Owns the model's trainable state: weights, optimizer, schedule, random numbers, step count."""
 
     global_step: int
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        """What is trained, or this rank's shards of it; None if that is no Hugging Face model."""
+        ...
+
+    @property
+    def ranks(self) -> RankGroup:
+        """Those that share its steps."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model has."""
+        ...
+
+    @property
+    def max_position_embeddings(self) -> int | None:
+        """How many tokens it reads at once; None if that is not known."""
+        ...
 
     def forward_backward(
         self,
@@ -115,6 +147,18 @@ class TrainingEngine(Protocol):
 
     def log_probs(self, batches: Sequence[Batch], temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
         """Teacher-forced (log_probs, entropy), each float32 [B, S] aligned to tokens, without a graph."""
+        ...
+
+    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """Held-out figures: loss (mean negative log-probability per target) and mtp/* per depth."""
+        ...
+
+    def frozen_copy(self) -> ReferencePolicy:
+        """The policy as it is now: a second copy of the model on the same device, which is never updated.
+
+        Raises:
+            UsageError: it cannot be copied in this process.
+        """
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

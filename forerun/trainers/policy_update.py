@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,29 +11,9 @@ from torch import Tensor
 from forerun.algorithms.kl import kl_estimate
 from forerun.config import RLConfig
 from forerun.data.batch import Batch
-from forerun.engines.protocol import TrainingEngine, predicted_mask
-from forerun.engines.torch_engine import TorchEngine
-from forerun.errors import UsageError
+from forerun.engines.protocol import ReferencePolicy, TrainingEngine, predicted_mask
 from forerun.trainers.experience import Figures, Sample, sample_batches, set_advantages
 from forerun.trainers.policy_objective import PolicyObjective
-
-
-class ReferencePolicy(Protocol):
-    """What the KL terms compare with: any training engine whose weights stay as they are."""
-
-    def log_probs(self, batches: Sequence[Batch], temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]: ...
-
-
-def frozen_copy(engine: TrainingEngine) -> ReferencePolicy:
-    """The policy as it is now: a second copy of the model on the same device, which is never updated.
-
-    Raises:
-        UsageError: the engine holds no model in this process.
-    """
-    if not isinstance(engine, TorchEngine):
-        raise UsageError(f"{type(engine).__name__} has no model in this process: give the trainer a reference policy")
-    # Its optimizer never makes a step, so it has no state: the memory is that of the weights.
-    return TorchEngine(copy.deepcopy(engine.model), engine.config)
 
 
 class PolicyUpdate:

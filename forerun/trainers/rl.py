@@ -15,13 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from forerun.config import RLConfig
 from forerun.data.prompts import Prompt
-from forerun.engines.protocol import TrainingEngine
+from forerun.engines.protocol import ReferencePolicy, TrainingEngine
 from forerun.errors import ForerunError, UsageError
 from forerun.rollout.protocol import Completion, RolloutEngine
 from forerun.rollout.sync import digest
 from forerun.trainers.experience import Sample, informative_samples, rollout_figures, set_advantages, shape_rewards
 from forerun.trainers.judging import Scorer
-from forerun.trainers.policy_update import ReferencePolicy
 from forerun.trainers.rl_run import Metrics, RLRun, timed
 from forerun.trainers.rollout_engines import make_rollout_engine
 

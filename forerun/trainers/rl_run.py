@@ -21,7 +21,7 @@ from forerun.config import RLConfig
 from forerun.data.chat import stop_token_ids
 from forerun.data.order import DataOrder
 from forerun.data.prompts import Prompt
-from forerun.engines.protocol import TrainingEngine
+from forerun.engines.protocol import ReferencePolicy, TrainingEngine
 from forerun.engines.ranks import RankGroup
 from forerun.engines.torch_engine import TorchEngine
 from forerun.errors import UsageError
@@ -34,7 +34,7 @@ from forerun.trainers.checks import check_config, check_ranks
 from forerun.trainers.experience import Sample, rollout_figures, text_table
 from forerun.trainers.judging import Scorer, check_rewards, judged_samples
 from forerun.trainers.megatron_setup import make_megatron_engine
-from forerun.trainers.policy_update import PolicyUpdate, ReferencePolicy, frozen_copy
+from forerun.trainers.policy_update import PolicyUpdate
 from forerun.trainers.prompt_files import check_ground_truth, read_files, usable_prompts
 from forerun.trainers.ranked import RankedScorer
 from forerun.trainers.rollout_requests import RequestMaker
@@ -139,7 +139,7 @@ class RLRun(ABC):
         if config.algorithm.needs_reference and reference is None:
             # Before a resume, so of the weights that every run starts from.
             copied = mesh is None and config.engine.strategy == "torch"
-            reference = frozen_copy(engine) if copied else built()
+            reference = engine.frozen_copy() if copied else built()
         self.update = PolicyUpdate(config, engine, reference)
         self.drafts = config.mtp.enable_rollout
         self.alarms = Alarms(
@@ -148,7 +148,7 @@ class RLRun(ABC):
             config.mtp.loss,
             warmup_steps=max(20, config.optim.num_warmup_steps(total_updates)),
         )
-        generation_config = engine.model.generation_config if isinstance(engine, TorchEngine) else None
+        generation_config = None if engine.model is None else engine.model.generation_config
         self.requests = RequestMaker(config, self.tokenizer, stop_token_ids(self.tokenizer, generation_config))
         self.rl_step = 0
         self.samples: list[Sample] = []

@@ -11,10 +11,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase, set_seed
 
@@ -24,6 +23,7 @@ from forerun.data.chat import encode_examples, read_examples
 from forerun.data.order import DataOrder
 from forerun.data.packing import Document
 from forerun.engines.hidden_cache import HiddenCache
+from forerun.engines.protocol import TrainingEngine
 from forerun.engines.ranks import RankGroup
 from forerun.engines.torch_engine import MTPLossFn, TorchEngine, default_mtp_loss
 from forerun.errors import UsageError
@@ -44,9 +44,6 @@ from forerun.trainers.setup import (
     optimizer_config,
     resolve_device,
 )
-
-if TYPE_CHECKING:
-    from forerun.engines.megatron.engine import MegatronEngine
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +85,7 @@ class SFTTrainer:
         *,
         documents: Sequence[Document] | None = None,
         eval_documents: Mapping[str, Sequence[Document]] | None = None,
-        engine: TorchEngine | MegatronEngine | None = None,
+        engine: TrainingEngine | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         mtp_loss: MTPLossFn = default_mtp_loss,
         initialise: Callable[[MTPCarrier, Sequence[Batch]], None] | None = None,
@@ -117,26 +114,30 @@ class SFTTrainer:
         if engine is None and config.engine.strategy == "megatron":
             engine = make_megatron_engine(config, optimizer_config(config.optim, self.total_steps))
         if engine is None:
-            fit = config.mtp_init == "fit"
-            if initialise is None and fit and config.mtp.enable_train and not carries_mtp(config.model):
-                initialise = self._fit_head
             init: Init = "carry" if config.mtp_init == "fit" else config.mtp_init
             # Shards move to the device as they are cut, which need not hold the whole model.
             place = device if mesh is None else torch.device("cpu")
-            engine = TorchEngine(
+            engine = made = TorchEngine(
                 load_model(config.model, config.mtp, place, config.trainer.seed, init, RankGroup(mesh)),
                 engine_config(config.engine, config.optim, config.mtp, self.total_steps, not config.freeze_trunk),
                 mtp_loss,
                 HiddenCache() if config.cache_hiddens else None,
                 mesh,
             )
-        vocab_size, context = _limits(engine)
-        _check_fit([*documents, *itertools.chain(*eval_documents.values())], vocab_size, context)
+
+            def fit_head(_: MTPCarrier, rows: Sequence[Batch]) -> None:
+                fit_new_head(made, rows)
+
+            fits = config.mtp_init == "fit" and config.mtp.enable_train and not carries_mtp(config.model)
+            if initialise is None and fits:
+                initialise = fit_head
+        every_document = [*documents, *itertools.chain(*eval_documents.values())]
+        _check_fit(every_document, engine.vocab_size, engine.max_position_embeddings)
         self.engine = engine
         self.initialise = initialise
         self.alarms = Alarms(
             config.trainer.on_alarm,
-            vocab_size,
+            engine.vocab_size,
             config.mtp.loss,
             warmup_steps=max(20, config.optim.num_warmup_steps(self.total_steps)),
         )
@@ -161,9 +162,8 @@ class SFTTrainer:
             run.rewind(None if resumed is None else engine.global_step)
             run.write_config()
             if resumed is None:
-                block = engine.model if isinstance(engine, TorchEngine) else None
-                if self.initialise is not None and isinstance(block, MTPCarrier):
-                    self.initialise(block, self.rows)
+                if self.initialise is not None and isinstance(engine.model, MTPCarrier):
+                    self.initialise(engine.model, self.rows)
                 metrics.update(self.evaluate())
                 if metrics:
                     run.writers.log(0, metrics)
@@ -209,10 +209,6 @@ class SFTTrainer:
             figures.update({f"{name}/{key}": value for key, value in found.items()})
         return figures
 
-    def _fit_head(self, model: MTPCarrier, rows: Sequence[Batch]) -> None:
-        assert isinstance(self.engine, TorchEngine)
-        fit_new_head(self.engine, rows)
-
     def _read(self, files: Sequence[str], limit: int | None) -> list[Document]:
         data = self.config.data
         assert self.tokenizer is not None
@@ -224,14 +220,6 @@ class SFTTrainer:
         if not learnable:
             raise UsageError("the dataset is empty: no document has a target token to learn")
         return make_rows(learnable, self.config.data.max_length, self.config.data.packing)
-
-
-def _limits(engine: TorchEngine | MegatronEngine) -> tuple[int, int | None]:
-    """(tokens that the model has, how many of them it reads at once, None if that is not known)."""
-    if not isinstance(engine, TorchEngine):
-        return engine.blueprint.vocab_size, engine.blueprint.config["max_position_embeddings"]
-    size = len(cast(nn.Embedding, engine.model.get_input_embeddings()).weight)
-    return size, getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _check_fit(documents: Sequence[Document], size: int, context: int | None) -> None:

@@ -7,12 +7,13 @@ to every rank. A loss is summed over micro-batches and replicas, never averaged:
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,7 @@ from forerun.engines.protocol import LossFn, MainLoss, NonFiniteError, main_loss
 from forerun.engines.ranks import RankGroup
 from forerun.engines.saving import Saver, Tensors
 from forerun.errors import UsageError
+from forerun.families import declared_depth
 from forerun.mtp.config import MTPConfig
 from forerun.mtp.stats import MTPStats
 from forerun.report.atomic import failures, write_text
@@ -110,6 +112,21 @@ class MegatronEngine:
         self.global_step = 0
         self._saver = Saver(self.ranks)
         self._drop_step = False
+
+    @property
+    def model(self) -> None:
+        """Megatron-core's chunks are no Hugging Face model."""
+
+    @property
+    def vocab_size(self) -> int:
+        return self.blueprint.vocab_size
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self.blueprint.config["max_position_embeddings"]
+
+    def frozen_copy(self) -> NoReturn:
+        raise UsageError(f"{type(self).__name__} cannot copy itself: give the trainer a reference policy")
 
     # ---- one step
 
@@ -285,8 +302,6 @@ class MegatronEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Held-out figures: eval loss (mean negative log-probability per target) and mtp/* per depth."""
-
         def report(micro: MicroBatch, found: Outcome) -> tuple[Tensor, Any]:
             assert found.log_probs is not None
             nothing = found.log_probs.new_zeros(())
@@ -326,15 +341,23 @@ class MegatronEngine:
                 "the engine was not given the checkpoint that it started from, whose files an export needs"
             )
         source = self.source
-        dtype = str(self.models[0].config.params_dtype).removeprefix("torch.")
-        keys = [key for key in ("dtype", "torch_dtype") if key in source.config]
-        config = source.config | dict.fromkeys(keys or ["dtype"], dtype)
+        config = source.config | self._config_changes(source.config)
 
         def write(weights: Iterator[tuple[str, Tensor]]) -> None:
             with failures(directory):
                 write_checkpoint(directory, weights, config, source.path, shard_bytes=shard_bytes)
 
         self.ranks.first_takes(file_weights(self.models, source.tensor_names), write)
+
+    def _config_changes(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """What the weights here are otherwise than those that config.json came with: their dtype, and a block left out."""
+        dtype = str(self.models[0].config.params_dtype).removeprefix("torch.")
+        keys = [key for key in ("dtype", "torch_dtype") if key in config]
+        changes: dict[str, Any] = dict.fromkeys(keys or ["dtype"], dtype)
+        family = self.blueprint.family
+        if not self.blueprint.depths and declared_depth(family, config):
+            changes[family.depth_key] = 0
+        return changes
 
     # ---- state
 
@@ -344,7 +367,7 @@ class MegatronEngine:
             **self._divided(),
             "global_step": self.global_step,
             "schedule": {k: v for k, v in self.optimizer.schedule.state_dict().items() if k != "lr_lambdas"},
-            "extra": dict(extra or {}),
+            "extra": copy.deepcopy(dict(extra or {})),  # it is written later, perhaps, and may change until then
         }
 
         def write(unfinished: Path, tensors: Tensors, ranks: RankGroup) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from forerun.config import RLConfig
 from forerun.config_async import with_sound_correction
 from forerun.data.prompts import Prompt
-from forerun.engines.protocol import TrainingEngine
+from forerun.engines.protocol import ReferencePolicy, TrainingEngine
 from forerun.errors import ForerunError, UsageError
 from forerun.rewards.protocol import RewardResult
 from forerun.rollout.local_worker import LocalWorker
@@ -32,7 +32,6 @@ from forerun.trainers.asynchronous.ranks import FirstRank
 from forerun.trainers.asynchronous.rollouts import Rollouts, Supply
 from forerun.trainers.experience import Sample, informative_samples, rollout_figures, set_advantages, shape_rewards
 from forerun.trainers.judging import Scorer, check_rewards, response_text, reward_request
-from forerun.trainers.policy_update import ReferencePolicy
 from forerun.trainers.rl_run import Metrics, RLRun, timed
 from forerun.trainers.rollout_engines import make_rollout_engine
 
