@@ -6,6 +6,7 @@ Nothing is pickled.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -95,7 +96,7 @@ def state_document(
         "trained": sorted(named),
         "scheduler": {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"},
         "learning_rates": [group["lr"] for group in optimizer.param_groups],
-        "extra": dict(extra),
+        "extra": copy.deepcopy(dict(extra)),  # it is written later, perhaps, and may change until then
     }
 
 

@@ -71,11 +71,13 @@ def rank_saves(group: dist.ProcessGroup, argument: tuple[Case, Path, bool]) -> A
     made = engine(case, mesh_of(case, group))
     torch.manual_seed(100 + group.rank())
     train(made, 2)
-    made.save(run / "checkpoint-2", {"place": 3}, wait=wait)
+    extra = {"place": [3]}
+    made.save(run / "checkpoint-2", extra, wait=wait)
+    extra["place"].append(4)
     straight = go_on(made)
     made.finish_saves()
     resumed = engine(case, mesh_of(case, group))
-    assert resumed.load(run / "checkpoint-2") == {"place": 3}
+    assert resumed.load(run / "checkpoint-2") == {"place": [3]}
     return straight, go_on(resumed)
 
 

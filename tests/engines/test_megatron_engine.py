@@ -23,6 +23,7 @@ import forerun
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.config_algorithm import AlgorithmConfig
 from forerun.data.batch import Batch
+from forerun.engines.megatron.layout import ParallelLayout
 from forerun.engines.megatron.version import megatron_version
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import TrainingEngine, predicted_mask
@@ -94,7 +95,6 @@ def torch_engine(case: Case, carrier: MTPCarrier | None = None) -> TorchEngine:
 def megatron_engine(case: Case, checkpoint: CheckpointReader | None = None) -> Any:
     install()
     from forerun.engines.megatron.engine import MegatronEngine, MegatronEngineConfig
-    from forerun.engines.megatron.layout import ParallelLayout
     from forerun.engines.megatron.model import build_model
     from forerun.engines.megatron.objective import MTPModel
     from forerun.engines.megatron.parallel import initialise
@@ -240,13 +240,15 @@ def rank_saves(group: dist.ProcessGroup, argument: tuple[Case, Path, bool]) -> l
     source = CheckpointReader(place / "start")
     whole = megatron_engine(case, source)
     advance(whole, range(1))
-    whole.save(place / "checkpoint-1", {"place": 3}, wait)
+    extra = {"place": [3]}
+    whole.save(place / "checkpoint-1", extra, wait)
+    extra["place"].append(4)
     end = advance(whole, range(1, 2))  # while the checkpoint is written, where nobody waits
     whole.finish_saves()
     whole.export(place / "end")
     after = train(whole, None, steps=1)
     resumed = megatron_engine(case, source)
-    assert resumed.load(place / "checkpoint-1") == {"place": 3} and resumed.global_step == 1
+    assert resumed.load(place / "checkpoint-1") == {"place": [3]} and resumed.global_step == 1
     again = advance(resumed, range(1, 2))
     if not wait:
         return [end, again, after]
@@ -298,6 +300,23 @@ def test_resumes_bit_by_bit_and_exports(wait: bool, tmp_path: Path) -> None:
     figures = train(torch_engine(case, exported), None, steps=1)
     for _, _, after in results:
         assert_close([after["reports"][0][name] for name in LOSSES], [figures["reports"][0][name] for name in LOSSES])
+
+
+def rank_exports_the_trunk(group: dist.ProcessGroup, place: Path) -> None:
+    from forerun.engines.megatron.settings import MegatronEngineConfig
+    from forerun.engines.megatron.start import start_engine
+
+    install()
+    sizes = ParallelLayout(**layout(tp=2))
+    start_engine(place / "start", MTPConfig(), sizes, MegatronEngineConfig(optimizer=OPTIMIZER)).export(place / "end")
+
+
+def test_an_export_without_the_block_declares_none(two: Ranks, tmp_path: Path) -> None:
+    """A server would draft with random weights otherwise."""
+    model(Case()).save_pretrained(tmp_path / "start")
+    two.run(rank_exports_the_trunk, [tmp_path] * 2)
+    assert not any("mtp" in name for name in load_file(tmp_path / "end" / "model.safetensors"))
+    assert not isinstance(forerun.load(tmp_path / "end"), MTPCarrier)
 
 
 def rank_trains_in_bfloat16(group: dist.ProcessGroup, argument: tuple[Case, Path]) -> dict[str, Any]:

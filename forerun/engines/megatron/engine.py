@@ -350,7 +350,7 @@ class MegatronEngine:
         self.ranks.first_takes(file_weights(self.models, source.tensor_names), write)
 
     def _config_changes(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What the weights here are otherwise than those that config.json came with: their dtype, and a block left out."""
+        """What is not as it was in the checkpoint that config.json came with: the dtype, and a block left out."""
         dtype = str(self.models[0].config.params_dtype).removeprefix("torch.")
         keys = [key for key in ("dtype", "torch_dtype") if key in config]
         changes: dict[str, Any] = dict.fromkeys(keys or ["dtype"], dtype)
