@@ -74,6 +74,24 @@ def save_config(config: object, directory: str | Path) -> Path:
     return path
 
 
+def all_settings(cls: type) -> str:
+    """The dataclass's settings as YAML, each with its default and what may stand there; `load_config` reads it back."""
+    return "\n".join(_described(cls(), ""))
+
+
+def _described(section: Any, indent: str) -> Iterator[str]:
+    hints = typing.get_type_hints(type(section))
+    for item in fields(section):
+        value = getattr(section, item.name)
+        if is_dataclass(value):
+            yield f"{indent}{item.name}:"
+            yield from _described(value, indent + "  ")
+        else:
+            text = OmegaConf.to_yaml({item.name: value}).strip()
+            shown = f"{item.name}: [{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else text
+            yield f"{indent}{shown}  # {type_name(hints[item.name])}"
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise UsageError(f"no such configuration file: {path}")

@@ -86,6 +86,20 @@ Configuration = Annotated[
 ]
 
 
+def _show_settings(name: str) -> Callable[[bool], None]:
+    def show(wanted: bool) -> None:
+        if wanted:
+            from forerun import config, config_file
+
+            print(config_file.all_settings(getattr(config, name)))
+            raise typer.Exit
+
+    return show
+
+
+_SETTINGS_HELP = "Print every setting with its default, as a configuration to edit, and exit."
+
+
 def _file_and_overrides(given: list[str]) -> tuple[Path | None, list[str]]:
     if "=" in given[0] and not Path(given[0]).exists():
         return None, given
@@ -93,7 +107,13 @@ def _file_and_overrides(given: list[str]) -> tuple[Path | None, list[str]]:
 
 
 @app.command()
-def sft(config: Configuration) -> Work:
+def sft(
+    config: Configuration,
+    settings: Annotated[
+        bool,
+        typer.Option("--settings", help=_SETTINGS_HELP, callback=_show_settings("SFTConfig"), is_eager=True),
+    ] = False,
+) -> Work:
     """Supervised fine-tuning of a model and its MTP block, or of the block alone."""
 
     def work() -> int:
@@ -106,7 +126,13 @@ def sft(config: Configuration) -> Work:
 
 
 @app.command()
-def rl(config: Configuration) -> Work:
+def rl(
+    config: Configuration,
+    settings: Annotated[
+        bool,
+        typer.Option("--settings", help=_SETTINGS_HELP, callback=_show_settings("RLConfig"), is_eager=True),
+    ] = False,
+) -> Work:
     """Reinforcement learning on verifiable rewards, with speculative rollouts."""
 
     def work() -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from forerun import cli
 from forerun.config import ModelConfig, OptimConfig, RLConfig, SFTConfig
 from forerun.config_check import check
 from forerun.config_file import load_config, save_config
@@ -235,3 +236,15 @@ def test_warm_up() -> None:
     assert OptimConfig(warmup_ratio=0.1).num_warmup_steps(25) == 3
     assert OptimConfig(warmup_steps=0).num_warmup_steps(25) == 0
     assert OptimConfig().num_warmup_steps(25) == 0
+
+
+@pytest.mark.parametrize(("verb", "cls"), [("sft", SFTConfig), ("rl", RLConfig)])
+def test_the_printed_settings_are_a_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, cls: type
+) -> None:
+    assert cli.main([verb, "--settings"]) == 0
+    printed = capsys.readouterr().out
+    assert "  strategy: torch  # one of torch, megatron\n" in printed and "  lr: 1.0e-0" in printed
+    (tmp_path / "run.yaml").write_text(printed)
+    given = ["model.path=x", "data.train_files=[y]"]
+    assert load_config(cls, tmp_path / "run.yaml", given) == load_config(cls, None, given)
