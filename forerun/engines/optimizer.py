@@ -27,6 +27,7 @@ class OptimizerConfig:
         lr_scheduler_type: a name that transformers.get_scheduler knows.
         warmup_steps: optimizer steps of linear warm-up.
         total_steps: length of a decaying schedule; not needed by constant ones.
+        fused: update by torch's fused kernel; None does so on CUDA.
     """
 
     lr: float = 1e-5
@@ -38,6 +39,7 @@ class OptimizerConfig:
     lr_scheduler_type: str = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None
+    fused: bool | None = None
 
 
 @dataclass
@@ -86,7 +88,14 @@ def build_optimizer(
             param_groups.append({"params": matrices, "lr": lr, "weight_decay": config.weight_decay, "name": part})
         if vectors:
             param_groups.append({"params": vectors, "lr": lr, "weight_decay": 0.0, "name": f"{part}_no_decay"})
-    optimizer = torch.optim.AdamW(param_groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    fused = config.fused
+    if fused is None:
+        # Left to itself torch updates weights in shards one by one, with a dozen kernels each, and others all at once,
+        # with a further copy of them.
+        fused = all(p.device.type == "cuda" for p in groups.named().values())
+    optimizer = torch.optim.AdamW(
+        param_groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True if fused else None
+    )
     try:
         scheduler = get_scheduler(
             config.lr_scheduler_type,

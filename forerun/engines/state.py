@@ -60,7 +60,7 @@ def optimizer_targets(named: Mapping[str, nn.Parameter], index: Mapping[str, Ten
                 f"the checkpoint holds optimizer state of {name}, which is not being trained now: "
                 "resume with the same train_trunk and mtp settings"
             )
-        if key == "step":  # AdamW keeps it on the CPU (unless fused)
+        if key == "step":  # AdamW keeps it on the CPU, unless it is fused
             targets[full_name] = torch.zeros(saved.shape, dtype=saved.dtype)
             continue
         if saved.shape != named[name].shape:
@@ -79,7 +79,8 @@ def restore_optimizer(
     optimizer.state.clear()
     for full_name, value in tensors.items():
         key, _, name = full_name.partition(":")
-        optimizer.state[named[name]][key] = value
+        fused = key == "step" and optimizer.defaults.get("fused")
+        optimizer.state[named[name]][key] = value.to(named[name].device) if fused else value
 
 
 def state_document(

@@ -88,8 +88,8 @@ def torch_peaks(run: TrainingRun) -> list[Peak]:
     backward = max(({**static, **moment} for moment in _moments(run)), key=lambda parts: sum(parts.values()))
     gradients = run.trained_parameters * run.weight_bytes / run.layout.shards
     step = {**static, "gradients": 0.0 if run.layout.offload else gradients}
-    if not run.layout.offload:
-        step["optimizer step"] = gradients if run.device == "cuda" else 2 * _largest(run) * run.weight_bytes
+    if run.device == "cpu":  # one kernel does it all on CUDA
+        step["optimizer step"] = 2 * _largest(run) * run.weight_bytes
     return [Peak("forward and backward", backward), Peak("optimizer step", step)]
 
 

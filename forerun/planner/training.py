@@ -96,7 +96,7 @@ class TrainingRun:
         reduce_bytes: of a gradient as it is summed over ranks.
         autocast: weights are cast for every product, and the hidden state stays as wide as they are.
         reference: a frozen copy of the policy is kept (KL terms).
-        device: "cuda" steps all parameters at once, which takes a further copy of what the step divides by.
+        device: on "cuda" the optimizer's step takes no memory of its own.
     """
 
     shape: ModelShape

@@ -19,6 +19,7 @@ from forerun.engines.checkpoint_directory import checkpoints, latest_checkpoint,
 from forerun.engines.hidden_cache import HiddenCache
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import NonFiniteError, TrainingEngine, predicted_mask
+from forerun.engines.state import restore_optimizer
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.errors import ForerunError, UsageError
 from forerun.models.attach import attach
@@ -238,6 +239,37 @@ def test_head_has_its_own_learning_rate_and_clipping() -> None:
     assert report["grad_norm"] > 1e-3 and report["mtp_grad_norm"] > 1e-3
     engine.forward_backward(batches, NextTokenLoss(batches))
     assert engine.step()["lr"] == pytest.approx(0.75e-3)
+
+
+def test_the_fused_update_is_the_same_and_resumes(tmp_path: Path) -> None:
+    def trained(fused: bool, saved: Path | None) -> dict[str, Tensor]:
+        optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.1, fused=fused)
+        model = attach(tiny_model(dtype=torch.float64), mtp_config())
+        engine = TorchEngine(model, TorchEngineConfig(optimizer=optimizer, chunk_size=5))
+        if saved is None:
+            train(engine, 2)
+            engine.save(tmp_path / f"checkpoint-{fused:d}")
+        else:
+            engine.load(saved)
+        train(engine, 2, first=2)
+        return weights(engine)
+
+    expected = trained(False, None)
+    for found in (
+        trained(True, None),
+        trained(True, tmp_path / "checkpoint-0"),
+        trained(False, tmp_path / "checkpoint-1"),
+    ):
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (None, "cpu")])
+def test_the_fused_update_counts_its_steps_beside_the_weights(fused: bool | None, device: str) -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    optimizer = torch.optim.AdamW([weight], fused=fused)
+    restore_optimizer(optimizer, {"weight": weight}, {"step:weight": torch.tensor(3.0)})
+    assert optimizer.state[weight]["step"].device.type == device
 
 
 def test_schedule_without_length_is_refused() -> None:
