@@ -1,5 +1,6 @@
 """Train a model's MTP head with TRL's unmodified SFTTrainer.
 
+    pip install -c constraints.txt -e ".[trl]"
     python examples/trl_sft.py DATA.jsonl [--model PATH] [--out DIR] [--steps N]
 
 DATA is what TRL reads: a row per conversation with `messages`, or with `prompt` and `completion`. Without --model,

@@ -59,7 +59,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise UsageError("this needs Ray: pip install 'forerun[ray]'") from None
+        raise UsageError("this needs Ray: pip install -e '.[ray]'") from None
     return ray
 
 

@@ -24,7 +24,7 @@ def megatron_version() -> tuple[int, int]:
     version = _installed()
     if version is None:
         raise UsageError(
-            "engine.strategy=megatron needs megatron-core: pip install 'forerun[megatron]', or set "
+            "engine.strategy=megatron needs megatron-core: pip install -e '.[megatron]', or set "
             "engine.strategy=torch"
         )
     if version < TESTED[0]:
