@@ -121,6 +121,8 @@ def _parse_override(text: str) -> dict[str, Any]:
 def _merge(cls: type, into: Any, values: Mapping[str, Any], where: str) -> None:
     """Set each value by itself, so that a refusal is about one key whose value is known."""
     for key, value, hint in _leaves(cls, values, "", where, cls):
+        if typing.get_origin(hint) is list and isinstance(value, str):  # one file, as verl takes it
+            value = [value]
         try:
             OmegaConf.update(into, key, value, merge=True)
         except (OmegaConfBaseException, TypeError) as error:

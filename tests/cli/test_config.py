@@ -133,7 +133,7 @@ BAD = [
     ("rollout.engine=turbo", "rollout.engine=turbo must be one of native"),
     ("ppo_mini_batch_size=3", "train_batch_size=8 is no multiple of ppo_mini_batch_size=3"),
     ("ppo_max_token_len_per_gpu=767", "rollout.max_response_length = 768 tokens: give at least 768"),
-    ("trainer.logger=jsonl", "trainer.logger=jsonl must be a list (each item text), written [a, b]"),
+    ("trainer.logger=3", "trainer.logger=3 must be a list (each item text), written [a, b]"),
     ("trainer.logger=[csv]", "trainer.logger='csv' is not one of jsonl, tensorboard, wandb"),
     ("trainer.save_freq=0", "trainer.save_freq=0 is not a frequency"),
     ("trainer.save_freq=-2", "trainer.save_freq=-2 must be at least -1"),
@@ -236,6 +236,14 @@ def test_warm_up() -> None:
     assert OptimConfig(warmup_ratio=0.1).num_warmup_steps(25) == 3
     assert OptimConfig(warmup_steps=0).num_warmup_steps(25) == 0
     assert OptimConfig().num_warmup_steps(25) == 0
+
+
+def test_a_list_of_one_needs_no_brackets(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model: {path: x}\ndata: {train_files: a.jsonl, val_files: [b.jsonl]}\n")
+    config = load_config(SFTConfig, tmp_path / "run.yaml", ["trainer.logger=wandb"])
+    assert (config.data.train_files, config.data.val_files) == (["a.jsonl"], ["b.jsonl"])
+    assert config.trainer.logger == ["wandb"]
+    assert load_config(SFTConfig, tmp_path / "run.yaml", ["data.train_files=c.jsonl"]).data.train_files == ["c.jsonl"]
 
 
 @pytest.mark.parametrize(("verb", "cls"), [("sft", SFTConfig), ("rl", RLConfig)])
