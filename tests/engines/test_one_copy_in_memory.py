@@ -63,7 +63,7 @@ class Load:
     offload: bool = False
 
     def model(self, ranks: RankGroup | None) -> PreTrainedModel:
-        config = ModelConfig(str(self.path), self.dtype, True, self.override)
+        config = ModelConfig(str(self.path), self.dtype, trust_remote_code=True, override_config=self.override)
         return load_model(config, self.mtp, torch.device("cpu"), seed=3, ranks=ranks)
 
     def engine(self, model: PreTrainedModel, group: dist.ProcessGroup) -> TorchEngine:
