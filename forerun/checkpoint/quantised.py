@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forerun.checkpoint.block_names import matrix_of, unpacks
 from forerun.checkpoint.contents import Stored, listed
 from forerun.checkpoint.files import shown
 from forerun.checkpoint.findings import Inspection
-from forerun.checkpoint.reader import CONFIG, CheckpointReader, TensorHeader
+from forerun.checkpoint.reader import TensorHeader
 from forerun.checkpoint.trunk import FLOATS
-from forerun.errors import UsageError
 from forerun.families import text_section
 
 # What quantisation methods call the list of modules that they leave alone.
@@ -25,22 +24,6 @@ _EXEMPTIONS = (
     *("modules_to_not_convert", "ignore", "ignored_layers"),
     *("exclude", "exclude_modules", "llm_int8_skip_modules"),
 )
-
-
-def refuse_undeclared(reader: CheckpointReader, is_mtp: Callable[[str], bool]) -> None:
-    """Refuse a trunk with quantised weights of which config.json says nothing: loaders take them without their scales.
-
-    Raises:
-        UsageError: it has some, or a file's header cannot be read.
-    """
-    for shard in reader.shards:
-        for name, header in reader.headers(shard).items():
-            quantised = name.endswith(".weight") and header.dtype not in FLOATS and not is_mtp(name)
-            if quantised and _settings(reader.config) is None:
-                raise UsageError(
-                    f"{shown(name)} in {reader.path / shard} is quantised ({header.dtype}), and {CONFIG} has no "
-                    "quantization_config: restore the one that was saved with these weights"
-                )
 
 
 def compare_quantisation(
@@ -57,7 +40,7 @@ def compare_quantisation(
         block: the block's, as in `forerun.checkpoint.inspect.Examined.stored`.
         inspection: gets the problems.
     """
-    settings = _settings(config)
+    settings = quantisation_settings(config)
     # What the trunk quantises under a module's name, the loader takes for quantised in the block too. Published blocks
     # leave their own projection unquantised, and engines know that.
     quantised = {_module(name) for name, tensor in trunk.items() if _is_quantised(name, tensor.header)}
@@ -91,7 +74,8 @@ def compare_quantisation(
         inspection.notes.append("the trunk is quantised and the MTP block is not, as quantization_config says")
 
 
-def _settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def quantisation_settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What config.json says of how weights are quantised; None: nothing."""
     for section in (config, text_section(config)):
         for key in ("quantization_config", "compression_config"):
             if isinstance(section.get(key), dict):

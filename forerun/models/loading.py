@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers import logging as transformers_logging
 from transformers.initialization import meta_device_safe_creation_ops
 
+from forerun.checkpoint.ambiguity import refuse_ambiguous
 from forerun.checkpoint.hub import local_directory
-from forerun.checkpoint.quantised import refuse_undeclared
 from forerun.checkpoint.reader import ADAPTER, CONFIG, CheckpointReader
-from forerun.checkpoint.tied import refuse_second_head
 from forerun.errors import ForerunError, UsageError, one_line
 from forerun.families import FamilyRecord, declared_depth, family_of, present_depth
 from forerun.families.megatron import refuse_megatron_names
@@ -65,9 +64,8 @@ def load(
     Raises:
         UsageError: not a checkpoint, or one with an adapter in it; `enable=True` on one without MTP; `repeat_layer` on
             one with several layers; a weight of the trunk missing, or a depth declared of which tensors are missing;
-            quantised weights without a quantization_config; a tied LM head that differs from the embedding; a family
-            that is not supported; an override of a key that is not there; an attention that the model or this machine
-            does not have.
+            files that can be read in two ways (see `forerun.checkpoint.ambiguity`); a family that is not supported;
+            an override of a key that is not there.
         ForerunError: an MTP tensor has another shape than its place, is quantised, or is one that the family does not
             know; a copy of the embedding or the LM head differs from the trunk's.
     """
@@ -132,8 +130,7 @@ def _load_trunk(
         if meta:
             return _without_weights(reader, config, dtype, trust_remote_code)
         layers = config.get_text_config().num_hidden_layers
-        refuse_undeclared(reader, lambda name: family.owns(name, depth, layers))
-        refuse_second_head(reader)
+        refuse_ambiguous(reader, lambda name: family.owns(name, depth, layers))
         loaded: Any = _trunk_class(reader.config).from_pretrained(
             path,
             config=config,

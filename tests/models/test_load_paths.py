@@ -93,6 +93,40 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_shards_of_two_saves_are_refused(tmp_path: Path) -> None:
+    """As half of a copy leaves them; the same tensor twice does no harm."""
+    model = attach(tiny_model(dtype=torch.float32), MTPConfig(enable=True))
+    model.save_pretrained(tmp_path, max_shard_size=3000)
+    first, *_, last = sorted(tmp_path.glob("model-*.safetensors"))
+    tensors, (name, tensor) = load_file(first), next(iter(load_file(last).items()))
+    save_file(tensors | {name: tensor}, first, {"format": "pt"})
+    assert torch.equal(load(tmp_path).state_dict()["model.embed_tokens.weight"], model.model.embed_tokens.weight)
+    save_file(tensors | {name: tensor + 1}, first, {"format": "pt"})
+    with pytest.raises(ForerunError, match=f"{first.name} and {last.name} hold {name} and differ in it"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("one_file", [True, False])
+def test_one_file_beside_an_index_is_refused_unless_it_is_the_same(one_file: bool, tmp_path: Path) -> None:
+    """transformers reads that file, and the MTP block comes from what the index names."""
+    model = attach(tiny_model(dtype=torch.float32), MTPConfig(enable=True))
+    model.save_pretrained(tmp_path, max_shard_size="1GB" if one_file else 3000)
+    index = tmp_path / "model.safetensors.index.json"
+    if one_file:
+        aside = tmp_path / "model-900001-of-900001.safetensors"
+        aside.hardlink_to(tmp_path / "model.safetensors")
+        names = load_file(aside)
+        index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, aside.name)}))
+        load(tmp_path)
+        save_file({name: tensor + 1 for name, tensor in names.items()}, tmp_path / "model.safetensors")
+    else:
+        save_file({"model.norm.weight": torch.ones(16)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ForerunError, match=r"holds model.safetensors and, by its model.safetensors.index.json, another"
+    ):
+        load(tmp_path)
+
+
 def test_an_adapter_is_not_passed_over(tmp_path: Path) -> None:
     attach(tiny_model(dtype=torch.float32), MTPConfig(enable=True)).save_pretrained(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
