@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -50,12 +51,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work = app(args=given, prog_name="forerun", standalone_mode=False)
         return work() if callable(work) else int(work or 0)  # not callable: --help and --version have answered
 
-    earlier = sys.unraisablehook
+    earlier, verbose = sys.unraisablehook, warnings.formatwarning
     sys.unraisablehook = partial(_again, earlier)
+    warnings.formatwarning = _one_line
     try:
         return outcome(parse_and_work)
     finally:
         sys.unraisablehook = earlier
+        warnings.formatwarning = verbose
+
+
+def _one_line(message: Warning | str, *_: Any, **__: Any) -> str:
+    """A warning as it is for a user, without the line of code that it is from."""
+    return f"{' '.join(str(message).split())}\n"
 
 
 def _again(earlier: Callable[[Any], Any], lost: Any) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -242,3 +243,15 @@ sys.exit(cli.main(["verb"]))
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert (ended.returncode, ended.stderr) == (130, "forerun: interrupted; what was finished is kept\n")
+
+
+def test_a_warning_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def work(**_: Any) -> int:
+        print(warnings.formatwarning("no memory\nis freed", UserWarning, "engine.py", 7, "warn(...)"), end="")
+        return 0
+
+    before = warnings.formatwarning
+    monkeypatch.setattr(cli, "app", work)
+    assert cli.main([]) == 0
+    assert capsys.readouterr().out == "no memory is freed\n"
+    assert warnings.formatwarning is before
