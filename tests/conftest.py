@@ -6,8 +6,12 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.mtp.ranks import Ranks
 
 # Before any test module imports transformers or datasets, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -33,3 +37,12 @@ def smollm2_dir() -> Path:
     from forerun.data.gguf import smollm2
 
     return smollm2()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Four processes, and gloo groups of two and four of them."""
+    from tests.mtp.ranks import Ranks
+
+    with Ranks(4, [2, 4], tmp_path_factory.mktemp("ranks") / "store") as made:
+        yield made

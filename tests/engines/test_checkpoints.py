@@ -10,7 +10,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,6 @@ from forerun.engines.torch_engine import TorchEngine
 from forerun.errors import ForerunError
 from tests.engines.test_sharded import Case, assert_close, engine, mesh_of, train
 from tests.mtp.ranks import TIMEOUT_S, Ranks
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(4, [2, 4], tmp_path_factory.mktemp("ranks") / "store") as made:
-        yield made
 
 
 def rank_stands_apart(group: dist.ProcessGroup, steps: int) -> list[Any]:

@@ -6,7 +6,6 @@ See tests/engines/test_sharded.py for what is trained.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,12 +41,6 @@ from tests.planner.live import LiveBytes
 
 JOINT = MTPConfig(enable=True, enable_train=True, mtp_loss_scaling_factor=0.5, chunk_size=5)
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(4, [2, 4], tmp_path_factory.mktemp("ranks") / "store") as made:
-        yield made
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ Both sides are float64. The one process and every rank are handed the same micro
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -156,12 +155,6 @@ def train(made: TorchEngine, steps: int, first: int = 0) -> dict[str, Any]:
 
 def rank_train(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
     return train(engine(case, mesh_of(case, group)), case.steps)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(4, [2, 4], tmp_path_factory.mktemp("ranks") / "store") as made:
-        yield made
 
 
 CASES = {

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings
@@ -301,12 +300,6 @@ DOCUMENTS = (
 )
 UNEVEN = Split(((), ((3,),), ((1, 2), (5,)), ((0, 4),)), row_length=9)
 TWO_RANKS = Split((((5,), (0, 1, 3)), ((2, 4),)), row_length=8)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(4, [2, 4], tmp_path_factory.mktemp("ranks") / "store") as made:
-        yield made
 
 
 def check(example: Example, ranks: Ranks) -> None:

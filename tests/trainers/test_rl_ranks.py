@@ -68,12 +68,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(4, [2, 4], tmp_path_factory.mktemp("ranks") / "store") as made:
-        yield made
-
-
 def mesh_of(group: dist.ProcessGroup, replicas: int = 1) -> DeviceMesh:
     members = torch.arange(group.size())
     if replicas == 1:
