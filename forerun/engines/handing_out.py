@@ -8,6 +8,7 @@ one (rotary frequencies, for instance).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from forerun.engines.ranks import RankGroup
 from forerun.errors import UsageError
+
+_STORED = frozenset({"_name_or_path", "dtype", "quantization_config"})
 
 Layout = dict[str, tuple[torch.Size, torch.dtype]]
 
@@ -32,7 +35,9 @@ def agree_on_weights(model: nn.Module, ranks: RankGroup) -> bool:
     if lacking[0]:
         raise UsageError("the model has no weights: load it without meta=true (with several ranks, at least on rank 0)")
     first: Layout = ranks.agree({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
-    ranks.fail_together(_difference(tensors, first))
+    settings = _settings(model)
+    of_first = ranks.agree(settings)
+    ranks.fail_together(_difference(tensors, first) or _other_settings(settings, of_first))
     for name, tensor in tensors.items():
         if tensor.is_meta:
             _replace(tensor, torch.empty_like(tensor, dtype=first[name][1]))
@@ -69,6 +74,25 @@ def _difference(own: Mapping[str, Tensor], first: Layout) -> UsageError | None:
             return UsageError(
                 f"this rank's model is not rank 0's, first at {name}: load it from the same checkpoint with the same "
                 "settings (a quantised one cannot be loaded with meta=true)"
+            )
+    return None
+
+
+def _settings(model: nn.Module) -> dict[str, Any]:
+    """What its configuration says of how it computes."""
+    config: Any = getattr(model, "config", None)
+    found: dict[str, Any] = {} if config is None else config.to_dict()
+    # But for where it was read and how it is stored: that is compared weight by weight.
+    return {name: value for name, value in found.items() if name not in _STORED}
+
+
+def _other_settings(own: Mapping[str, Any], first: Mapping[str, Any]) -> UsageError | None:
+    """What to say of a model that would compute otherwise than rank 0's, from the same weights."""
+    for name in sorted(own.keys() | first.keys()):
+        if own.get(name) != first.get(name):
+            return UsageError(
+                f"this rank's model has {name}={own.get(name)}, rank 0's {first.get(name)}: give every rank the same "
+                "config.json"
             )
     return None
 

@@ -254,6 +254,9 @@ def rank_refuses(group: dist.ProcessGroup, argument: tuple[str, Path]) -> str:
         elif how == "another model":
             other = {"num_hidden_layers": 1} if members.rank == 1 else None
             case.engine(forerun.load(path, JOINT, meta=members.rank > 0, override_config=other), group)
+        elif how == "another setting":
+            other = {"rms_norm_eps": 0.5} if members.rank == 1 else None
+            case.engine(forerun.load(path, JOINT, meta=members.rank > 0, override_config=other), group)
         elif how == "no such device":
             load_model(ModelConfig(str(path)), JOINT, torch.device("cuda:99"), ranks=members)
         else:
@@ -272,6 +275,10 @@ def rank_refuses(group: dist.ProcessGroup, argument: tuple[str, Path]) -> str:
         ("no checkpoint", "has no config.json"),
         ("no weights anywhere", "the model has no weights: load it without meta=true"),
         ("another model", "this rank's model is not rank 0's, first at model.layers.1."),
+        (
+            "another setting",
+            "this rank's model has rms_norm_eps=0.5, rank 0's 1e-06: give every rank the same config.json",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line_on_every_rank(how: str, message: str, ranks: Ranks, tmp_path: Path) -> None:
