@@ -51,38 +51,49 @@ def target_distribution(
     Returns:
         Probabilities [B, T, V], float32 or float64.
     """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    greedy = temperature == 0
-    warm = bool((~greedy).any())
-    if not warm:
-        return _one_hot_argmax(logits)
-    scale = torch.where(greedy, 1.0, temperature).to(logits.dtype)
-    scaled = logits / scale[:, None, None] if bool((scale != 1).any()) else logits
-    scaled = _filter_min_p(scaled, min_p)
-    scaled = _filter_top_k(scaled, top_k)
-    scaled = _filter_top_p(scaled, top_p)
-    probs = scaled.softmax(-1)
-    if bool(greedy.any()):
-        probs = torch.where(greedy[:, None, None], _one_hot_argmax(logits), probs)
-    return probs
+    return TargetDistribution(temperature, top_k, top_p, min_p)(logits)
+
+
+class TargetDistribution:
+    """`target_distribution` for settings that stay: what the host has to know of them is asked of the device once."""
+
+    def __init__(self, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None = None) -> None:
+        self._greedy = temperature == 0
+        self._any_greedy, self._all_greedy = bool(self._greedy.any()), bool(self._greedy.all())
+        self._scale = torch.where(self._greedy, 1.0, temperature)
+        self._scales = bool((self._scale != 1).any())
+        self._min_p = min_p if min_p is not None and bool((min_p > 0).any()) else None
+        self._top_k, self._widest = top_k, int(top_k.max())
+        self._top_p, self._top_p_rows = top_p, (top_p < 1).nonzero().flatten()
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if self._all_greedy:
+            return _one_hot_argmax(logits)
+        scaled = logits / self._scale.to(logits.dtype)[:, None, None] if self._scales else logits
+        if self._min_p is not None:
+            scaled = _filter_min_p(scaled, self._min_p)
+        if self._widest:
+            scaled = _filter_top_k(scaled, self._top_k, self._widest)
+        if len(self._top_p_rows):
+            scaled = _filter_top_p(scaled, self._top_p, self._top_p_rows)
+        probs = scaled.softmax(-1)
+        if self._any_greedy:
+            probs = torch.where(self._greedy[:, None, None], _one_hot_argmax(logits), probs)
+        return probs
 
 
 def _one_hot_argmax(logits: Tensor) -> Tensor:
     return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
 
 
-def _filter_min_p(logits: Tensor, min_p: Tensor | None) -> Tensor:
-    if min_p is None or not bool((min_p > 0).any()):
-        return logits
+def _filter_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
     threshold = logits.amax(-1, keepdim=True) + min_p.to(logits.dtype).log()[:, None, None]
     return logits.masked_fill(logits < threshold, -math.inf)
 
 
-def _filter_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
+def _filter_top_k(logits: Tensor, top_k: Tensor, widest: int) -> Tensor:
     size = logits.shape[-1]
-    widest = int(top_k.max())
-    if widest == 0:
-        return logits
     off = (top_k == 0) | (top_k >= size)
     best = logits.topk(min(widest, size), dim=-1).values
     rank = (top_k.clamp(1, best.shape[-1]) - 1)[:, None, None].expand(*logits.shape[:-1], 1)
@@ -90,10 +101,7 @@ def _filter_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
     return logits.masked_fill(logits < threshold, -math.inf)
 
 
-def _filter_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    rows = (top_p < 1).nonzero().flatten()
-    if len(rows) == 0:
-        return logits
+def _filter_top_p(logits: Tensor, top_p: Tensor, rows: Tensor) -> Tensor:
     # Only the rows that ask for it are sorted: a sort of the vocabulary costs more than everything else here.
     ordered, index = logits[rows].sort(dim=-1, descending=True)
     mass = ordered.softmax(-1).cumsum(-1)

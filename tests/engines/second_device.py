@@ -91,7 +91,7 @@ class _Python(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
-            if torch.device(kwargs["device"]) == DEVICE:
+            if torch.device(kwargs["device"]) == DEVICE and not isinstance(args[0], OnDevice):
                 return func(*args, **{**kwargs, "device": "cpu"}).to(DEVICE)
         elif args and isinstance(args[0], OnDevice):
             if func is Tensor.tolist:

@@ -17,7 +17,9 @@ from forerun.engines.torch_engine import TorchEngine
 from forerun.models.attach import attach
 from forerun.models.carrier import named_weights
 from forerun.rollout.native.engine import NativeEngine
+from forerun.rollout.native.sampler import Sampler
 from forerun.rollout.protocol import Completion
+from forerun.speculative.drafter import Drafter
 from forerun.trainers.batching import micro_batches
 from forerun.trainers.policy_update import PolicyUpdate
 from forerun.trainers.setup import engine_config
@@ -137,3 +139,30 @@ def test_native_rollouts(kind: str, layers: int, sampling: dict[str, Any]) -> No
         assert one.token_ids == other.token_ids
         assert one.log_probs == pytest.approx(other.log_probs)
         assert one.accepted_per_depth == other.accepted_per_depth
+
+
+def test_a_decoding_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host asks for a value it cannot hand out work ahead, and a GPU idles while it does."""
+    waited: dict[str, list[int]] = {"draft": [], "judge": []}
+    asked = requests(prompts(2), max_tokens=8, temperature=0.9, seed=3, top_p=0.95, top_k=40, min_p=0.01)
+    with second_device() as waits:
+
+        def counted(cls: type, name: str) -> None:
+            call = getattr(cls, name)
+
+            def called(*args: Any, **kwargs: Any) -> Any:
+                before = waits.total()
+                result = call(*args, **kwargs)
+                waited[name].append(waits.total() - before)
+                return result
+
+            monkeypatch.setattr(cls, name, called)
+
+        counted(Drafter, "draft")
+        counted(Sampler, "judge")
+        engine = engine_of(carrier(), num_speculative_tokens=2, device=DEVICE)
+        with torch.no_grad():
+            NativeEngine.generate.__wrapped__(engine, asked)  # type: ignore[attr-defined]
+    steps = len(waited["draft"])
+    assert steps > 2 and set(waited["draft"]) == {0}
+    assert waited["judge"][-steps:] == [1] * steps  # before them, a prompt's first token

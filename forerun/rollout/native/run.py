@@ -163,7 +163,7 @@ class Run:
         device = self.runner.device
         lengths = [s.length for s in running]
         uniforms = None if sampler.greedy else sampler.uniforms(depth)
-        ends = torch.tensor(lengths, device=device)
+        ends, asked = torch.tensor([lengths, counts], device=device)  # before there is work to wait for
         last = torch.tensor([[s.token_ids[-1]] for s in running], device=device)
         drafts = Drafts(last[:, :0], None)
         if depth:
@@ -175,7 +175,7 @@ class Run:
             live=longest + depth,
             uniform=min(lengths) == longest,
         )
-        judged = sampler.judge(logits_of(self.runner, hidden_states), drafts, counts, uniforms)
+        judged = sampler.judge(logits_of(self.runner, hidden_states), drafts, asked, uniforms)
         kept = [accepted + 1 for accepted in judged.accepted]
         self.runner.commit(kept)
         drafted, accepted = self._append(running, judged, counts, weight_version)

@@ -20,7 +20,7 @@ from forerun.rollout.native.sequence import Running
 from forerun.rollout.protocol import SamplingParams
 from forerun.speculative import rules
 from forerun.speculative.drafter import Drafts
-from forerun.speculative.sampling import sample, target_distribution
+from forerun.speculative.sampling import TargetDistribution, sample
 
 TARGET, ACCEPT, DRAFT = range(3)
 
@@ -68,12 +68,12 @@ class Sampler:
         self.draft_vocabulary = draft_vocabulary
         self.device = device
         self.greedy = all(s.temperature == 0 for s in settings)
-        self.temperature = torch.tensor([s.temperature for s in settings], dtype=torch.float32, device=device)
-        self.min_p: Tensor | None = None
-        if any(s.min_p for s in settings):
-            self.min_p = torch.tensor([s.min_p for s in settings], dtype=torch.float32, device=device)
-        self.top_k = torch.tensor([s.top_k for s in settings], dtype=torch.long, device=device)
-        self.top_p = torch.tensor([s.top_p for s in settings], dtype=torch.float32, device=device)
+        self._distribution = TargetDistribution(
+            torch.tensor([s.temperature for s in settings], dtype=torch.float32, device=device),
+            torch.tensor([s.top_k for s in settings], dtype=torch.long, device=device),
+            torch.tensor([s.top_p for s in settings], dtype=torch.float32, device=device),
+            torch.tensor([s.min_p for s in settings], dtype=torch.float32, device=device),
+        )
         adjustments = Adjustments(self.rows, vocab_size, draft_vocabulary, device)
         self.adjustments = None if adjustments.none else adjustments
         # Logits are the log of the sampled distribution up to a constant.
@@ -99,29 +99,20 @@ class Sampler:
             self.adjustments.note_draft(column)
         return column, probs
 
-    def _distribution(self, logits: Tensor) -> Tensor:
-        return target_distribution(logits, self.temperature, self.top_k, self.top_p, self.min_p)
-
-    def judge(self, logits: Tensor, drafts: Drafts, counts: Sequence[int], uniforms: Tensor | None) -> Judged:
-        """Apply the rule.
+    def judge(self, logits: Tensor, drafts: Drafts, counts: Sequence[int] | Tensor, uniforms: Tensor | None) -> Judged:
+        """Apply the rule. The host waits for the device once, at the end.
 
         Args:
             logits: [R, K + 1, V], float32 or float64.
             drafts: K tokens per row.
-            counts: how many of them are a row's own.
+            counts: how many of them are a row's own; a tensor is on the device.
             uniforms: as from `uniforms(K)`; None if all rows are greedy.
 
         Raises:
             ForerunError: the logits are not finite, or what the sampling settings make of them is not.
         """
         norm = logits.logsumexp(-1)
-        for row, finite in zip(self.rows, norm.isfinite().all(1).tolist(), strict=True):
-            if not finite:
-                raise ForerunError(
-                    f"request {row.request.request_id!r}: the model's logits are not finite after {row.length} tokens; "
-                    "check the weights (NaN or overflow)"
-                )
-        on_device = torch.tensor(counts, dtype=torch.long, device=self.device)
+        on_device = torch.as_tensor(counts, dtype=torch.long, device=self.device)
         adjusted = logits if self.adjustments is None else self.adjustments.target(logits, drafts.tokens)
         probs = None
         if uniforms is None:
@@ -153,10 +144,35 @@ class Sampler:
         else:
             assert probs is not None
             log_probs = probs.gather(-1, tokens[..., None]).squeeze(-1).log()
-            for row, broken in zip(self.rows, log_probs.isnan().any(1).tolist(), strict=True):
-                if broken:
-                    raise ForerunError(
-                        f"request {row.request.request_id!r}: its temperature, penalty or biases leave no distribution "
-                        f"to sample from in {str(probs.dtype).removeprefix('torch.')}: take less extreme ones"
-                    )
-        return Judged(accepted.tolist(), tokens.tolist(), log_probs.tolist(), raw.tolist(), tokens)
+        finite, broken = norm.isfinite().all(1), log_probs.isnan().any(1)
+        # In one piece, and float64 holds every token id: each piece would be waited for.
+        parts = (finite[:, None], broken[:, None], accepted[:, None], tokens, log_probs, raw)
+        told = torch.cat([part.double() for part in parts], dim=1).tolist()
+        self._check(told, log_probs.dtype)
+        width = tokens.shape[1]
+        return Judged(
+            [int(row[2]) for row in told],
+            [[int(token) for token in row[3 : 3 + width]] for row in told],
+            [row[3 + width : 3 + 2 * width] for row in told],
+            [row[3 + 2 * width :] for row in told],
+            tokens,
+        )
+
+    def _check(self, told: Sequence[Sequence[float]], dtype: torch.dtype) -> None:
+        """Raise what a row's first two numbers say: whether its logits are finite, whether its distribution is not.
+
+        Raises:
+            ForerunError
+        """
+        for row, (finite, *_) in zip(self.rows, told, strict=True):
+            if not finite:
+                raise ForerunError(
+                    f"request {row.request.request_id!r}: the model's logits are not finite after {row.length} tokens; "
+                    "check the weights (NaN or overflow)"
+                )
+        for row, (_, broken, *_) in zip(self.rows, told, strict=True):
+            if broken:
+                raise ForerunError(
+                    f"request {row.request.request_id!r}: its temperature, penalty or biases leave no distribution "
+                    f"to sample from in {str(dtype).removeprefix('torch.')}: take less extreme ones"
+                )
