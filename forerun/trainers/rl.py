@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
@@ -168,6 +169,8 @@ class RLTrainer(RLRun):
 
         Returns whether its drafter is the trainer's; None where it cannot know.
         """
+        if self.config.rollout.engine != "native":
+            torch.cuda.empty_cache()  # what torch keeps for itself an engine that wakes on the same device may need
         self.rollout.update_weights(self.engine.named_weights(), self.rl_step)
         self._in_sync = True
         if not self.drafts:

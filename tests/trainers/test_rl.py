@@ -125,6 +125,19 @@ def test_a_run_resumes_bit_identically(tmp_path: Path) -> None:
     assert {sample["step"] for sample in samples} == {1, 2, 3, 4, 5} and all("response" in s for s in samples)
 
 
+@pytest.mark.parametrize("outside", [True, False])
+def test_an_engine_outside_finds_the_memory_that_torch_keeps_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outside: bool
+) -> None:
+    more = ["rollout.engine=vllm", "rollout.base_url=http://127.0.0.1:9"] if outside else []
+    made = trainer(settings(tmp_path, *more))
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("given back"))
+    monkeypatch.setattr(made.rollout, "update_weights", lambda *_: events.append("woken"))
+    made.sync()
+    assert events == (["given back", "woken"] if outside else ["woken"])
+
+
 def test_held_out_prompts_are_answered_greedily(tmp_path: Path) -> None:
     made = trainer(settings(tmp_path), eval_prompts=PROMPTS[:2])
     assert made.evaluate() == made.evaluate()
