@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from forerun.config import ModelConfig
+from forerun.config import EngineConfig, ModelConfig
 from forerun.data.chat import encode_prompt, stop_token_ids
 from forerun.data.detokenize import Detokenizer
 from forerun.data.rows import is_text
@@ -25,7 +25,7 @@ from forerun.report.progress import ProgressBar
 from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import Completion, Request, SamplingParams
 from forerun.trainers.experience import speculation_figures
-from forerun.trainers.setup import load_tokenizer
+from forerun.trainers.setup import load_tokenizer, resolve_device
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,12 @@ def generate_text(model_path: Path, prompts: Sequence[str], options: GenerateOpt
             f"{model_path} carries no MTP block to draft with: train one with `forerun sft recipes/sft_heads.yaml`, "
             "or leave --num-speculative-tokens out"
         )
-    engine = NativeEngine(model, tokenizer=tokenizer, num_speculative_tokens=options.num_speculative_tokens)
+    engine = NativeEngine(
+        model,
+        tokenizer=tokenizer,
+        num_speculative_tokens=options.num_speculative_tokens,
+        device=resolve_device(EngineConfig()),
+    )
     stops = stop_token_ids(tokenizer, model.generation_config)
     requests = []
     for i, prompt in enumerate(prompts):
