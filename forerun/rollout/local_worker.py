@@ -73,7 +73,12 @@ class LocalWorker:
             self._inbox = [request for request in self._inbox if request.request_id not in wanted]
             for request in waiting:
                 self._finish(_untouched(request))
-        self.engine.abort(wanted)
+        try:
+            self.engine.abort(wanted)
+        except ForerunError as error:  # of one whose process has just gone: its thread will hear of that as well
+            with self._changed:
+                self._end(error)
+                self._check()
 
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """See `RolloutWorker.update_weights`."""

@@ -153,6 +153,27 @@ def test_a_worker_whose_engine_fails_is_lost_and_its_answers_are_not(make: Calla
     worker.close()
 
 
+class Unreachable(NativeEngine):
+    """From its first call on: nobody hears an abort."""
+
+    def abort(self, _: Any) -> None:
+        raise ForerunError("the process has ended")
+
+
+def test_a_worker_whose_engine_cannot_be_asked_to_abort_is_lost(make: Callable[..., LocalWorker]) -> None:
+    pool, dispatch = WorkerPool([make(Unreachable, name="a"), make(name="b")]), Dispatch()
+    for request in asked(4, max_tokens=64):
+        dispatch.add(request)
+    pool.serve(dispatch)
+    assert dispatch.held("a")
+    pool.serve(dispatch, give=False, abort=True)
+    assert [worker.name for worker in pool.workers] == ["b"] and pool.num_reissued > 0
+    worker = make(Unreachable, name="c")
+    worker.submit(asked(1, max_tokens=64))
+    with pytest.raises(WorkerLostError, match="rollout worker c: the process has ended"):
+        worker.abort(["r0"])
+
+
 def test_a_worker_without_memory_is_lost(make: Callable[..., LocalWorker], model: MTPCarrier) -> None:
     pool = WorkerPool([make(OutOfMemory, name="a"), make(name="b")])
     assert len(pool.generate(asked(6), Dispatch()) or []) == 6
