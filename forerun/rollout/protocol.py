@@ -215,3 +215,36 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """End processes and free memory; the engine is not used afterwards."""
         ...
+
+
+class WeightUpdateInParts(Protocol):
+    """An update under way."""
+
+    def add(self, named_tensors: NamedTensors) -> None:
+        """Put these in their places.
+
+        Raises:
+            ForerunError: one is unknown, came before, or is of another shape or not of a floating dtype.
+        """
+        ...
+
+
+@runtime_checkable
+class UpdatesInParts(Protocol):
+    """What a rollout engine has besides if weights can go to their places as they arrive: none waits for all others."""
+
+    def begin_update(self) -> WeightUpdateInParts:
+        """Begin; the engine generates again after `end_update`, or a whole `RolloutEngine.update_weights`.
+
+        Raises:
+            ForerunError: the engine is generating.
+        """
+        ...
+
+    def end_update(self, version: int) -> None:
+        """Every weight has arrived: go on with them.
+
+        Raises:
+            ForerunError: one has not, or no update was begun.
+        """
+        ...

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from forerun.errors import ForerunError, one_line
 from forerun.rollout.local_worker import LocalWorker
-from forerun.rollout.native.engine import NativeEngine
-from forerun.rollout.protocol import Completion, NamedTensors, Request, RolloutEngine
+from forerun.rollout.protocol import Completion, NamedTensors, Request, RolloutEngine, UpdatesInParts
 from forerun.rollout.served import buckets
 from forerun.rollout.sync import Named
 from forerun.rollout.workers import WorkerLostError
@@ -227,20 +226,20 @@ class _EngineActor:
     def begin_update(self) -> None:
         engine = self._worker.engine
         with self._worker.at_rest():
-            self._update = engine.begin_update() if isinstance(engine, NativeEngine) else None
+            self._update = engine.begin_update() if isinstance(engine, UpdatesInParts) else None
 
     @_replying
     def add_weights(self, bucket: list[_Stored]) -> None:
         tensors = [_tensor(*stored) for stored in bucket]
         if self._update is not None:
             self._update.add(tensors)
-        else:  # an engine outside, which takes all at once: they stay in the object store until then
+        else:  # they stay in the object store until the engine takes all at once
             self._parts += tensors
 
     @_replying
     def end_update(self, version: int) -> None:
         engine = self._worker.engine
-        if isinstance(engine, NativeEngine):
+        if isinstance(engine, UpdatesInParts):
             engine.end_update(version)
         else:
             parts, self._parts = self._parts, []

@@ -26,7 +26,7 @@ def ray_workers(ray: Any, config: RLConfig) -> tuple[Sequence[RolloutWorker], Ca
 
     Raises:
         UsageError: the engine cannot run the model.
-        ForerunError: a worker does not start, or finds no place in `distributed.timeout_s`.
+        ForerunError: a worker does not start, or finds no place in time (see `starting_s`).
     """
     settings = config.async_training
     make = partial(start_workers, ray, partial(_engine, config, os.getcwd()))
@@ -35,12 +35,20 @@ def ray_workers(ray: Any, config: RLConfig) -> tuple[Sequence[RolloutWorker], Ca
         num_cpus=settings.worker_num_cpus,
         num_gpus=_num_gpus(ray, config),
         bucket_bytes=config.rollout.update_weights_bucket_megabytes << 20,
-        start_timeout_s=config.distributed.timeout_s,
+        start_timeout_s=starting_s(config),
         timeout_s=settings.worker_timeout_s,
     )
     later = replace(first, start_timeout_s=replacing_s(config))
     workers = make(first, [f"ray-{number}" for number in range(settings.num_workers)])
     return workers, lambda name: make(later, [name])[0]
+
+
+def starting_s(config: RLConfig) -> float:
+    """Seconds until the run's first workers must be there.
+
+    Several ranks wait for rank 0 meanwhile, `distributed.timeout_s` at most, which then loads its part of the run.
+    """
+    return config.distributed.timeout_s / (1 if config.distributed.num_ranks == 1 else 2)
 
 
 def replacing_s(config: RLConfig) -> float:

@@ -34,7 +34,7 @@ from forerun.launch.ray_ranks import _Place, _Rank, _reported, start_ranks
 from forerun.rollout.protocol import Request
 from forerun.rollout.ray_worker import RayWorker
 from forerun.trainers.asynchronous.trainer import AsyncRLTrainer
-from forerun.trainers.ray_workers import ray_workers, replacing_s
+from forerun.trainers.ray_workers import ray_workers, replacing_s, starting_s
 from forerun.trainers.rl import RLTrainer
 from forerun.trainers.sft import SFTTrainer
 from tests.kills.runs import write_run
@@ -193,9 +193,10 @@ def test_ranks_do_not_wait_for_a_worker_that_finds_no_place_as_long_as_they_wait
 ) -> None:
     limits = ["async_training.worker_timeout_s=60", "distributed={nproc_per_node: 2, timeout_s: 62}"]
     config = load_config(RLConfig, write_run("rl", tmp_path, 1), [*ASYNC, *limits])
-    assert replacing_s(config) == 1
-    assert replacing_s(replace(config, distributed=replace(config.distributed, nproc_per_node=1))) == 62
+    alone = replace(config, distributed=replace(config.distributed, nproc_per_node=1))
+    assert (starting_s(config), replacing_s(config)) == (31, 1) and starting_s(alone) == replacing_s(alone) == 62
     workers, replace_worker = ray_workers(ray, config)
+    assert [each._settings.start_timeout_s for each in workers if isinstance(each, RayWorker)] == [31]
     holder = ray.remote(lambda: time.sleep(1000)).options(num_cpus=ray.cluster_resources()["CPU"] - 1).remote()
     try:
         with pytest.raises(ForerunError, match=r"no answer to start within 1 s; it asks Ray for 1 CPU"):
