@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 
@@ -50,6 +51,9 @@ def install() -> None:
     """Once for each process, before a model is built."""
     _without_triton()
     torch.cuda.current_device = lambda: CPU  # device=torch.cuda.current_device()
+    # `with torch.device(...)` knows makers by what they are when it is first used. Of ours it would know nothing, and
+    # transformers, which loads models so, would leave buffers that no file holds without values.
+    _device_constructors()
     for name in ("zeros", "ones", "tensor", "empty", "full", "arange"):  # device="cuda"
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *_, **__: self

@@ -103,6 +103,8 @@ def rank_runs(group: dist.ProcessGroup, place: Path) -> None:
 
     install()
     checks.resolve_device = lambda _: torch.device("cuda")  # type: ignore[assignment]
+    rotary: Any = forerun.load(place / "start").get_submodule("model.rotary_emb")
+    assert rotary.inv_freq[0] == 1  # which no file holds
     mesh = DeviceMesh.from_group(group, "cpu", mesh=[0, 1])
     run_sft(sft(place, "sft-megatron", *MEGATRON), mesh)
     shorter = sft(place, "sft-stopped", *MEGATRON, "trainer.total_steps=2", "trainer.save_freq=1")
