@@ -381,8 +381,9 @@ def chunked_log_probs(
         empty = _at_least_float32(hidden_states).sum(dim=-1)
         return empty, empty
     differentiable = torch.is_grad_enabled()
+    # Nothing in a chunk is random, and a GPU's generator would be read and set for each of them.
     parts = [
-        checkpoint(one, h, t, use_reentrant=False) if differentiable else one(h, t)
+        checkpoint(one, h, t, use_reentrant=False, preserve_rng_state=False) if differentiable else one(h, t)
         for h, t in zip(hidden_states.split(chunk_size), targets.split(chunk_size), strict=True)
     ]
     log_probs, entropies = zip(*parts, strict=True)
