@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -133,24 +135,25 @@ def test_an_interrupted_run_resumes_bit_identically(
 
 @pytest.mark.parametrize(("total", "reached"), [(4, 3), (2, 2)], ids=["next save", "end"])
 def test_a_save_beside_the_training_that_fails_stops_the_run(
-    settings: list[str], tmp_path: Path, total: int, reached: int
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int, reached: int
 ) -> None:
     """At the next save, or at the end where there is none; what was saved before stays, and the run goes on from it."""
     schedule = [f"trainer.total_steps={total}", "trainer.save_freq=1", "trainer.async_save=true"]
-    made = trainer(settings, *schedule)
-    blocking, step = tmp_path / "run" / ".checkpoint-2.unfinished", made.step
+    made, fsync = trainer(settings, *schedule), os.fsync
 
-    def blocked() -> dict[str, float]:
-        if made.engine.global_step == 1:
-            blocking.write_text("no directory")
-        return step()
+    def full_disk(handle: int) -> None:
+        if "/.checkpoint-2.unfinished" in os.readlink(f"/proc/self/fd/{handle}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(handle)
 
-    made.step = blocked  # type: ignore[method-assign]
-    with pytest.raises(ForerunError, match=r"cannot write .*checkpoint-2: file exists"):
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(ForerunError, match=r"cannot write .*checkpoint-2.*: no space left"),
+    ):
+        patched.setattr(os, "fsync", full_disk)
         made.train()
     assert made.engine.global_step == reached
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-1"]
-    blocking.unlink()
     trainer(settings, *schedule).train()
     assert [path.name for path in checkpoints(tmp_path / "run")] == [f"checkpoint-{n}" for n in (total - 1, total)]
 
