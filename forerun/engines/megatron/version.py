@@ -24,8 +24,7 @@ def megatron_version() -> tuple[int, int]:
     version = _installed()
     if version is None:
         raise UsageError(
-            "engine.strategy=megatron needs megatron-core: pip install -e '.[megatron]', or set "
-            "engine.strategy=torch"
+            "engine.strategy=megatron needs megatron-core: pip install -e '.[megatron]', or set engine.strategy=torch"
         )
     if version < TESTED[0]:
         raise UsageError(f"megatron-core {version[0]}.{version[1]} is too old: install 0.16 or 0.19")
