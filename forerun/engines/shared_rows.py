@@ -1,4 +1,4 @@
-"""A micro-batch as it runs through the model: as it is, or laid out as the trunk's layers or several ranks need it.
+"""A micro-batch as it runs through the model: as it is, or laid out as its attention or several ranks need it.
 
 Ranks that share long rows hold some of each row's tokens, in the layout of `forerun.mtp.context_parallel`. A packed row
 is cut as one document, for attention gathers the keys and values of whole rows (as Llama 3 was trained: The Llama 3
@@ -34,7 +34,7 @@ class Rows:
         self.look_ahead: LookAhead = look_ahead_in_rows
 
     def take(self, x: Tensor) -> Tensor:
-        """Of whole rows [B, S, ...] what runs here, zero on padding that they do not have."""
+        """Of whole rows [B, S, ...] what runs here."""
         return x
 
     def whole(self, x: Tensor) -> Tensor:
@@ -77,46 +77,6 @@ class JoinedRows(Rows):
 
     def whole(self, x: Tensor) -> Tensor:
         return x.view(*self._shape, *x.shape[2:])
-
-
-class DocumentRows(Rows):
-    """Each document in a row of its own, for recurrent layers: in transformers these pass their state on to whatever
-    follows in the row. Padding behind a document changes nothing, as the layers are causal.
-    """
-
-    def __init__(self, batch: Batch) -> None:
-        documents = batch.document_ids
-        self._shape = documents.shape
-        column = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-        real = documents >= 0
-        first = real.clone()
-        first[:, 1:] &= documents[:, 1:] != documents[:, :-1]
-        place = column - torch.where(first, column, 0).cummax(dim=1).values
-        number = first.flatten().cumsum(0).view_as(documents) - 1
-        self._length = int(torch.where(real, place, 0).max()) + 1
-        self._rows = int(number[-1, -1]) + 1
-        self._of = real.flatten().nonzero().squeeze(1)  # where the documents' tokens come from, and where they go
-        self._to = (number * self._length + place).flatten()[self._of]
-        apart = batch.map(self.take)
-        column = torch.arange(self._length, device=documents.device).expand(self._rows, -1)
-        length = self.take(real).sum(dim=1, keepdim=True)
-        super().__init__(
-            replace(
-                apart,
-                document_ids=self.take(documents + 1) - 1,
-                position_ids=torch.where(column < length, apart.position_ids, column - length),
-            )
-        )
-
-    def take(self, x: Tensor) -> Tensor:
-        return self._moved(x, self._of, self._to, (self._rows, self._length))
-
-    def whole(self, x: Tensor) -> Tensor:
-        return self._moved(x, self._to, self._of, self._shape)
-
-    def _moved(self, x: Tensor, source: Tensor, target: Tensor, shape: tuple[int, ...]) -> Tensor:
-        blank = x.new_zeros(shape[0] * shape[1], *x.shape[2:])
-        return blank.index_copy(0, target, x.flatten(0, 1).index_select(0, source)).view(*shape, *x.shape[2:])
 
 
 class RowParts(Rows):

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from forerun.checkpoint.shards import SHARD_BYTES
 from forerun.data.batch import Batch
 from forerun.engines.data_parallel import DataParallel, ShardingConfig, whole
+from forerun.engines.division import division_for, put_back
 from forerun.engines.hidden_cache import HiddenCache
 from forerun.engines.optimizer import (
     OptimizerConfig,
@@ -163,6 +164,7 @@ class TorchEngine:
             raise UsageError("trunk hiddens cannot be cached on several ranks, which would not all run the trunk then")
         if mtp_loss is not default_mtp_loss and self.config.sharding.context_parallel_size > 1:
             raise UsageError("an MTP loss of your own sees whole rows: set context_parallel_size=1")
+        self._parts = division_for(model)
         self.ranks = DataParallel(model, mesh, self.config.sharding)
         self.groups = ParameterGroups.of(model, self.config.train_trunk, self.train_mtp)
         self.optimizer, self.scheduler = build_optimizer(self.groups, self.config.optimizer)
@@ -206,7 +208,7 @@ class TorchEngine:
         counts = self._depth_counts(batches)
         metrics: dict[str, float] = {}
         stats: MTPStats | None = None
-        for batch, own in self.ranks.data.deal(batches):
+        for batch, own in self.ranks.data.deal(self._divided(batches)):
             batch = batch.to(self.device)
             main = main_loss(loss_fn, entropy_loss_fn) if own else main_loss(_no_loss)
             total, figures, mtp = self.ranks.run(partial(self._losses, batch, main, counts, temperature))
@@ -296,10 +298,18 @@ class TorchEngine:
     @torch.no_grad()
     def trunk_hidden_states(self, batch: Batch) -> Tensor:
         """The trunk's hiddens [B, S, d] as its LM head takes them, without a graph; from the cache, if there is one."""
-        batch = batch.to(self.device)
-        rows = self.ranks.rows(batch)
-        with self._autocast():
-            return rows.whole(self.ranks.run(lambda: self._trunk_hidden_states(batch, rows)))
+        parts = self._parts(batch)
+
+        def one(batch: Batch) -> Tensor:
+            rows = self.ranks.rows(batch)
+            with self._autocast():
+                return rows.whole(self.ranks.run(lambda: self._trunk_hidden_states(batch, rows)))
+
+        return put_back(parts, (one(part.batch.to(self.device)) for part in parts), batch)
+
+    def _divided(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """What goes through the trunk for these, one after the other."""
+        return (part.batch for batch in batches for part in self._parts(batch))
 
     @torch.no_grad()
     def _trunk_hidden_states(self, batch: Batch, rows: Rows) -> Tensor:
@@ -351,10 +361,17 @@ class TorchEngine:
             with self._autocast():
                 return self._log_probs(self._trunk_hidden_states(batch, rows), batch, rows, temperature)
 
-        own = [self.ranks.run(partial(one, batch.to(self.device))) for batch, _ in self.ranks.data.deal(batches)]
+        parts = [self._parts(batch) for batch in batches]
+        run = [part.batch for together in parts for part in together]
+        own = [self.ranks.run(partial(one, batch.to(self.device))) for batch, _ in self.ranks.data.deal(run)]
         if self.ranks.sharded:  # on their way to the other ranks, whose devices are not ours
             own = [(values.cpu(), entropies.cpu()) for values, entropies in own]
-        return self.ranks.data.collect(len(batches), own)
+        found = iter(self.ranks.data.collect(len(run), own))
+        told = [list(zip(*(next(found) for _ in together), strict=True)) for together in parts]
+        return [
+            (put_back(together, log_probs, batch), put_back(together, entropies, batch))
+            for batch, together, (log_probs, entropies) in zip(batches, parts, told, strict=True)
+        ]
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
@@ -371,7 +388,7 @@ class TorchEngine:
 
         sums = {"nll": 0.0, "targets": 0.0}
         stats = MTPStats.zeros(self.model.mtp.num_depths) if isinstance(self.model, MTPCarrier) else None
-        for batch, own in self.ranks.data.deal(batches):
+        for batch, own in self.ranks.data.deal(self._divided(batches)):
             log_probs, found = self.ranks.run(partial(one, batch.to(self.device)))
             if own:
                 if self.ranks.speaks:

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel, modeling_flash_attention_utils
 
 from forerun.data.batch import Batch
 from forerun.data.packing import Document, pack
+from forerun.engines.division import Division, documents_apart, put_back, undivided
 from forerun.engines.hidden_cache import HiddenCache
-from forerun.engines.shared_rows import DocumentRows, JoinedRows
+from forerun.engines.shared_rows import JoinedRows
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.models.attach import attach
 from forerun.rollout.native.engine import NativeEngine
@@ -95,23 +96,41 @@ def trained(kind: str, attention: str, batches: list[Batch]) -> tuple[dict[str, 
     return figures, gradients
 
 
-@pytest.mark.parametrize("rows", [DocumentRows, JoinedRows])
-def test_layouts_hold_the_same_tokens(rows: type[DocumentRows | JoinedRows]) -> None:
+def test_one_row_of_all_holds_the_same_tokens() -> None:
     batch = packed()
-    laid = rows(batch)
-    real = batch.document_ids >= 0
+    laid = JoinedRows(batch)
     for name in ("input_ids", "loss_mask"):
         x = getattr(batch, name)
-        torch.testing.assert_close(laid.whole(laid.take(x)) * real, x * real)
-        assert torch.equal(laid.take(x), getattr(laid.batch, name))
+        assert torch.equal(laid.whole(laid.take(x)), x) and torch.equal(laid.take(x), getattr(laid.batch, name))
     assert laid.batch.num_targets == batch.num_targets == sum(LENGTHS) - len(LENGTHS)
     assert torch.equal(laid.batch.extras["weight"], laid.take(batch.extras["weight"]))
-    starts = (laid.batch.position_ids == 0).sum()
-    if rows is DocumentRows:
-        assert laid.batch.input_ids.shape == (len(LENGTHS), max(LENGTHS))
-        assert starts == len(LENGTHS) + sum(length < max(LENGTHS) for length in LENGTHS)  # documents, and their padding
-    else:
-        assert len(laid.batch.input_ids) == 1 and starts == (batch.position_ids == 0).sum()
+    assert len(laid.batch.input_ids) == 1
+    assert (laid.batch.position_ids == 0).sum() == (batch.position_ids == 0).sum()
+
+
+@pytest.mark.parametrize("division", [undivided, documents_apart])
+def test_parts_hold_the_same_tokens(division: Division) -> None:
+    batch = packed()
+    real = batch.document_ids >= 0
+    parts = division(batch)
+    for name in ("input_ids", "document_ids", "loss_mask"):
+        x, found = getattr(batch, name), put_back(parts, [getattr(part.batch, name) for part in parts], batch)
+        assert torch.equal(found[real], x[real])
+    found = put_back(parts, [part.batch.extras["weight"] for part in parts], batch)
+    assert torch.equal(found, batch.extras["weight"])
+    assert sum(part.batch.num_targets for part in parts) == batch.num_targets == sum(LENGTHS) - len(LENGTHS)
+
+
+def test_a_document_to_a_row_takes_no_more_room_than_the_packed_rows_did() -> None:
+    """One long document and many short ones would be 9 x 20 tokens together; the rows that hold them have 2 x 20."""
+    sizes = [20, 6, 2, 2, 2, 2, 2, 2, 2]
+    given = [Document([1] * size, [True] * size) for size in sizes]
+    parts = documents_apart(stack_rows(make_rows(given, 20, packing=True)))
+    assert [len(part.batch.input_ids) for part in parts] == [2, 7]
+    assert [part.batch.input_ids.shape[1] for part in parts] == [20, 2]
+    for part in parts:
+        starts = (part.batch.position_ids == 0).sum(dim=1).tolist()
+        assert starts == [1 + (len(span) < len(part.spans[0])) for span in part.spans]  # a document, and its padding
 
 
 @pytest.mark.usefixtures("flash")
@@ -130,8 +149,11 @@ def test_documents_do_not_see_one_another(kind: str, attention: str) -> None:
 
 
 @pytest.mark.usefixtures("flash")
-@pytest.mark.parametrize(("kind", "attention"), [("qwen3_next", "sdpa"), ("attached", "flash_attention_2")])
-def test_hiddens_are_cached_by_row(kind: str, attention: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "attention", "hits", "misses"),
+    [("qwen3_next", "sdpa", 2, 5), ("attached", "flash_attention_2", 1, 2)],  # documents, and rows
+)
+def test_hiddens_are_cached_by_row(kind: str, attention: str, hits: int, misses: int) -> None:
     config = TorchEngineConfig(train_trunk=False)
     cache, first, second = HiddenCache(), *make_rows(documents(), 15, packing=True)[:2]
     made = model(kind, attention)
@@ -140,7 +162,7 @@ def test_hiddens_are_cached_by_row(kind: str, attention: str) -> None:
     engine = TorchEngine(made, config, hidden_cache=cache)
     for batch in (first, both):
         found = engine.trunk_hidden_states(batch)
-    assert (cache.hits, cache.misses) == (1, 2)
+    assert (cache.hits, cache.misses) == (hits, misses)
     real = both.document_ids >= 0
     torch.testing.assert_close(found[real], expected[real])
 
