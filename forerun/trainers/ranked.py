@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from torch import Tensor
 
 from forerun.engines.ranks import RankGroup
 from forerun.errors import ForerunError
@@ -96,7 +98,14 @@ class RankedRollout:
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         self._torn = True  # until all engines have the same
         engine = self.engine
-        self.ranks.take(named_tensors, None if engine is None else lambda made: engine.update_weights(made, version))
+
+        def update(made: Iterator[tuple[str, Tensor]]) -> None:
+            assert engine is not None
+            # An engine takes all of them before it changes anything, and gathered ones are copies: a device whose ranks
+            # share the model may have no room for it as a whole.
+            engine.update_weights(((name, tensor.cpu()) for name, tensor in made), version)
+
+        self.ranks.take(named_tensors, None if engine is None else update)
         self.weight_version = version
         self._torn = False
 

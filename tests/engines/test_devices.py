@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.engines.ranks import RankGroup
 from forerun.engines.torch_engine import TorchEngine
 from forerun.models.attach import attach
 from forerun.models.carrier import named_weights
@@ -22,6 +23,7 @@ from forerun.rollout.protocol import Completion
 from forerun.speculative.drafter import Drafter
 from forerun.trainers.batching import micro_batches
 from forerun.trainers.policy_update import PolicyUpdate
+from forerun.trainers.ranked import RankedRollout
 from forerun.trainers.setup import engine_config
 from forerun.trainers.sft import NextTokenLoss
 from tests.engines.second_device import DEVICE, MixedDevicesError, moved, second_device
@@ -166,3 +168,14 @@ def test_a_decoding_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPat
     steps = len(waited["draft"])
     assert steps > 2 and set(waited["draft"]) == {0}
     assert waited["judge"][-steps:] == [1] * steps  # before them, a prompt's first token
+
+
+def test_weights_that_ranks_gather_wait_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = carrier()
+    engine = engine_of(model)
+    held: list[torch.device] = []
+    monkeypatch.setattr(engine, "update_weights", lambda named, _: held.extend(tensor.device for _, tensor in named))
+    with second_device():
+        gathered = ((name, tensor.to(DEVICE)) for name, tensor in named_weights(model))
+        RankedRollout(RankGroup(), engine).update_weights(gathered, 1)
+    assert len(held) == len(list(named_weights(model))) and set(held) == {torch.device("cpu")}
