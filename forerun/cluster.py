@@ -27,10 +27,11 @@ logger = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 1 << 30
 _PASSED_ON = ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")
 _CONNECT_S = 10.0
-# Removes a directory when its standard input ends. Processes that are just ending may still write there, and make it
-# anew: it has gone once it is not there for a second.
+# Removes a directory when its standard input ends, also where a scheduler ends all processes of a run at once. Some of
+# these may still write there, and make it anew: it has gone once it is not there for a second.
 _REMOVE = """
-import os, shutil, sys, time
+import os, shutil, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 sys.stdin.read()
 absent = 0
 for _ in range(600):

@@ -334,6 +334,23 @@ def test_files_that_are_written_once_more_are_removed_too(tmp_path: Path) -> Non
     assert not os.path.exists(folder)
 
 
+def test_files_are_removed_also_where_a_scheduler_ends_every_process() -> None:
+    with _folder() as folder:
+        remover = next(child for child in psutil.Process().children() if folder in child.cmdline())
+        until = time.monotonic() + 10
+        while not _ignores_sigterm(remover.pid) and time.monotonic() < until:
+            time.sleep(0.01)
+        remover.terminate()
+        time.sleep(0.1)
+    assert not os.path.exists(folder)
+
+
+def _ignores_sigterm(pid: int) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    ignored = next(int(line.split()[1], 16) for line in lines if line.startswith("SigIgn:"))
+    return bool(ignored >> (signal.SIGTERM - 1) & 1)
+
+
 def test_the_end_does_not_wait_for_files_that_are_written_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
