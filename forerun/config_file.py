@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,6 +63,15 @@ def load_config(cls: type[Config], yaml_path: str | Path | None, overrides: Sequ
     assert isinstance(config, cls)
     check(config)
     return config
+
+
+def settings_of_one(cls: type, other: type, yaml_path: str | Path | None, overrides: Sequence[str] = ()) -> set[str]:
+    """The keys that are given, in the file or as overrides, and that `cls` has at its top and `other` has not."""
+    given = {text.partition("=")[0].partition(".")[0] for text in overrides}
+    if yaml_path is not None:
+        with suppress(UsageError):  # `load_config` says what is wrong with the file
+            given |= _read_yaml(Path(yaml_path)).keys()
+    return given & ({item.name for item in fields(cls)} - {item.name for item in fields(other)})
 
 
 def save_config(config: object, directory: str | Path) -> Path:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forerun.cluster import import_ray
 from forerun.config import RLConfig, SFTConfig
-from forerun.config_file import load_config
+from forerun.config_file import load_config, settings_of_one
 from forerun.errors import UsageError
 from forerun.launch.closing import closing_words, interrupted_words
 from forerun.launch.rank import check_device_count, is_rank, joined, run_as_rank
@@ -75,15 +75,11 @@ def _run_rank(verb: Verb, path: Path | None, overrides: Sequence[str], on_ray: b
 
 def _load(verb: Verb, path: Path | None, overrides: Sequence[str]) -> SFTConfig | RLConfig:
     own: type[SFTConfig | RLConfig] = SFTConfig if verb == "sft" else RLConfig
-    other: tuple[str, type] = ("rl", RLConfig) if verb == "sft" else ("sft", SFTConfig)
-    try:
-        return load_config(own, path, overrides)
-    except UsageError as error:
-        try:
-            load_config(other[1], path, overrides)
-        except UsageError:
-            raise error from None
-    raise UsageError(f"{path or 'this'} is a configuration of `forerun {other[0]}`: run that")
+    other: type[SFTConfig | RLConfig] = RLConfig if verb == "sft" else SFTConfig
+    if settings_of_one(other, own, path, overrides) and not settings_of_one(own, other, path, overrides):
+        name = "rl" if verb == "sft" else "sft"
+        raise UsageError(f"{path or 'this'} is a configuration of `forerun {name}`: run that")
+    return load_config(own, path, overrides)
 
 
 def _train(config: SFTConfig | RLConfig, mesh: DeviceMesh | None, on_ray: bool = False) -> None:

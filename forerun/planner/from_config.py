@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from forerun.config import ModelConfig, RLConfig, SFTConfig
-from forerun.config_file import load_config
+from forerun.config_file import load_config, settings_of_one
 from forerun.engines.context_parallel import check_attention_kinds
 from forerun.models.config_overrides import ConfigFile, overridden_config, settings
 from forerun.planner.hardware import BYTES, Hardware, Precision
@@ -57,7 +56,8 @@ def read_config(path: Path | None, overrides: Sequence[str], model: str | None) 
     """
     if model is not None:
         overrides = [*overrides, f"model.path={model}"]
-    cls: type[SFTConfig] | type[RLConfig] = RLConfig if _is_rl(path, overrides) else SFTConfig
+    is_rl = settings_of_one(RLConfig, SFTConfig, path, overrides)
+    cls: type[SFTConfig | RLConfig] = RLConfig if is_rl else SFTConfig
     return load_config(cls, path, overrides)
 
 
@@ -158,19 +158,6 @@ def job_of(config: SFTConfig | RLConfig, hardware: Hardware | None) -> Job:
     if parallel.enable:  # it goes on while training
         return Job(run, held, parallel.num_workers * held.total, share)
     return Job(run, held, held.weights if native else held.total, share)
-
-
-def _is_rl(path: Path | None, overrides: Sequence[str]) -> bool:
-    """Whether a setting is given that `forerun rl` has and `forerun sft` has not."""
-    own = {item.name for item in fields(RLConfig)} - {item.name for item in fields(SFTConfig)}
-    given = {text.partition("=")[0].partition(".")[0] for text in overrides}
-    if path is None:
-        return bool(own & given)
-    try:
-        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except Exception:  # `load_config` says what is wrong with the file
-        return bool(own & given)
-    return bool(own & (given | set(loaded if isinstance(loaded, dict) else ())))
 
 
 def _config_file(model: ModelConfig) -> tuple[str, dict[str, Any]]:

@@ -259,6 +259,12 @@ def test_a_configuration_of_the_other_verb_is_named(place: Path) -> None:
             run_command(verb, path, more)
         with pytest.raises(UsageError, match=r"optim\.lrr; did you mean optim\.lr\?"):
             run_command(other, path, [*more, "optim.lrr=1"])
+    # What both have says nothing, though the other verb's rules may let it pass.
+    shared = [f"model.path={place / 'checkpoint'}", "data.train_files=p.jsonl"]
+    with pytest.raises(UsageError, match=r"train_batch_size=4 .*ppo_mini_batch_size=8"):
+        run_command("rl", None, [*shared, "train_batch_size=4"])
+    with pytest.raises(UsageError, match=r"micro_batch_size=16"):
+        run_command("sft", None, [*shared, "micro_batch_size=16"])
 
 
 def test_ranks_that_srun_or_mpirun_started_are_quiet_but_for_their_errors(
