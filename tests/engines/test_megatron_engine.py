@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +28,7 @@ from forerun.engines.megatron.layout import ParallelLayout
 from forerun.engines.megatron.version import megatron_version
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import TrainingEngine, predicted_mask
+from forerun.engines.random_state import random_state
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.errors import ForerunError
 from forerun.models.attach import attach
@@ -257,11 +259,17 @@ def rank_saves(group: dist.ProcessGroup, argument: tuple[Case, Path, bool]) -> l
         other.load(place / "checkpoint-1")
     own = place / "checkpoint-1" / "parts" / f"{group.rank():05}.safetensors"
     tensors = load_file(own)
-    if group.rank() == 1:
-        save_file(tensors | {"exp_avg:0.9.9": torch.ones(2)}, own)
     before = {name: tensor.clone() for name, tensor in resumed.named_weights()}
-    with pytest.raises(ForerunError, match=r"00001.safetensors has exp_avg:0.9.9, which has no place here: .* another"):
-        resumed.load(place / "checkpoint-1")
+    size = list(tensors["main.0.0.0"].shape)
+    for strange, said in (
+        ("exp_avg:0.0.0", rf"no exp_avg:0.0.0 of shape {re.escape(str(size))}: it belongs to another model"),
+        ("step:0.0.0", r"no step:0.0.0 of shape \[\]: it belongs to another model"),
+        ("exp_avg:0.9.9", r"exp_avg:0.9.9, which has no place here: it belongs to another model"),
+    ):
+        if group.rank() == 1:
+            save_file(tensors | {strange: torch.ones(2)}, own)
+        with pytest.raises(ForerunError, match=rf"00001.safetensors has {said}"):
+            resumed.load(place / "checkpoint-1")
     assert all(torch.equal(tensor, before[name]) for name, tensor in resumed.named_weights())
     state = place / "checkpoint-1" / "trainer_state.json"
     group.barrier().wait()
@@ -276,6 +284,13 @@ def rank_saves(group: dist.ProcessGroup, argument: tuple[Case, Path, bool]) -> l
         ForerunError, match=rf"checkpoint-1/random/{group.rank():05}.safetensors cannot be read \(.*older"
     ):
         resumed.load(place / "checkpoint-1")
+    from forerun.engines.megatron.saved_parts import write_part
+
+    blocked = place / f"blocked-{group.rank()}"
+    blocked.mkdir()
+    (blocked / "parts").touch()
+    with pytest.raises(ForerunError, match=rf"{blocked.name}/parts/00000.safetensors: "):
+        write_part(blocked, 0, tensors, random_state())
     return [end, again, after]
 
 

@@ -75,7 +75,6 @@ def write_part(directory: Path, rank: int, tensors: Mapping[str, Tensor], random
     """
     write_random_state(directory, rank, randoms)
     path = _path(directory, rank)
-    path.parent.mkdir(exist_ok=True)
     whole: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -85,6 +84,7 @@ def write_part(directory: Path, rank: int, tensors: Mapping[str, Tensor], random
         whole[name] = here.clone() if storage in seen else here
         seen.add(storage)
     with failures(path):
+        path.parent.mkdir(exist_ok=True)
         save_file(whole, path)
         flush(path)
 
@@ -134,12 +134,15 @@ def read_part(
         tensors = load_file(path)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ForerunError(f"{reading} cannot be read ({one_line(error)}): resume from an older checkpoint") from error
-    own = _places(models, optimizer)
-    for name, tensor in own.items():
-        if name not in tensors or tensors[name].shape != tensor.shape:
-            raise ForerunError(f"{path} has no {name} of shape {list(tensor.shape)}: it belongs to another model")
-    moments = {name for name in tensors if f"main.{name.partition(':')[2]}" in own}
-    if strange := sorted(tensors.keys() - own.keys() - moments):
+    shapes = {name: tensor.shape for name, tensor in _places(models, optimizer).items()}
+    for name in sorted(tensors.keys() - shapes.keys()):
+        key, _, of = name.partition(":")
+        if (shape := shapes.get(f"main.{of}")) is not None:
+            shapes[name] = torch.Size() if key == "step" else shape
+    for name, shape in shapes.items():
+        if name not in tensors or tensors[name].shape != shape:
+            raise ForerunError(f"{path} has no {name} of shape {list(shape)}: it belongs to another model")
+    if strange := sorted(tensors.keys() - shapes.keys()):
         raise ForerunError(f"{path} has {strange[0]}, which has no place here: it belongs to another model")
     return tensors, randoms
 
