@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -146,7 +147,7 @@ def _load_trunk(
             raise UsageError(
                 f"{path} brings Python files of its own: read them, and set trust_remote_code=true to run them"
             ) from error
-        if attn_implementation is not None and (isinstance(error, ImportError) or "ttention" in str(error)):
+        if attn_implementation is not None and _refused_attention(error):
             raise UsageError(f"attn_implementation={attn_implementation}: {one_line(error):.200}") from error
         raise UsageError(
             f"transformers cannot load {path}: check config.json and weights ({one_line(error):.200})"
@@ -166,6 +167,12 @@ def _load_trunk(
     if unused := sorted(others):
         logger.warning("%s holds %d tensors that config.json has no use for, first %s", path, len(unused), unused[0])
     return cast(PreTrainedModel, model)
+
+
+def _refused_attention(error: Exception) -> bool:
+    """Whether transformers raised it as it checked whether model, machine and installation have that attention."""
+    passed = traceback.extract_tb(error.__traceback__)
+    return any(frame.name == PreTrainedModel._check_and_adjust_attn_implementation.__name__ for frame in passed)
 
 
 def _without_weights(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,13 @@ def test_what_is_not_here_is_named(directory: Path, name: str) -> None:
         forerun.load(directory, attn_implementation=name)
 
 
+def test_a_model_that_is_wrong_otherwise_is_not_put_down_to_it(directory: Path) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": 3}))
+    with pytest.raises(UsageError, match=r"^transformers cannot load .*attention heads"):
+        forerun.load(directory, attn_implementation="eager")
+
+
 @pytest.mark.parametrize(
     ("more", "named"),
     [
@@ -59,6 +67,9 @@ def test_what_is_not_here_is_named(directory: Path, name: str) -> None:
 def test_what_contradicts_is_refused(directory: Path, more: list[str], named: str) -> None:
     with pytest.raises(UsageError, match=named):
         config(directory, "model.attn_implementation=flash_attention_2", *more)
+
+
+def test_it_is_a_setting_of_its_own(directory: Path) -> None:
     config(directory, "model.attn_implementation=flash_attention_2", "engine.autocast=bfloat16")
     with pytest.raises(UsageError, match=r"set model\.attn_implementation"):
         forerun.load(directory, override_config={"attn_implementation": "eager"})
