@@ -18,9 +18,13 @@ from forerun.config import EngineConfig, RLConfig, SFTConfig
 from forerun.config_check import check
 from forerun.engines.megatron.version import megatron_version
 from forerun.errors import UsageError
+from forerun.families import text_section
 from forerun.models.config_overrides import overridden_config
 from forerun.trainers.megatron_setup import check_megatron
 from forerun.trainers.setup import resolve_device
+
+# Rotary scalings that transformers computes from max_position_embeddings where no original_max_position_embeddings is.
+_FROM_CONTEXT = ("yarn", "llama3", "longrope")
 
 
 def check_config(config: SFTConfig | RLConfig, has_data: bool, has_model: bool) -> None:
@@ -59,18 +63,23 @@ def check_context(config: SFTConfig | RLConfig, found: Mapping[str, Any]) -> Non
     Raises:
         UsageError
     """
-    text = found.get("text_config") or found
+    text = text_section(found)
     context = text.get("max_position_embeddings")
     if isinstance(config, SFTConfig) or not isinstance(context, int):
         return
-    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    advice = f"set model.override_config.{'' if text is found else 'text_config.'}max_position_embeddings"
+    rope = text.get("rope_scaling") or text.get("rope_parameters")
+    rope = rope if isinstance(rope, Mapping) else {}
+    original = "original_max_position_embeddings"
+    if rope.get("rope_type", rope.get("type")) in _FROM_CONTEXT and original not in {**text, **rope}:
+        advice += f", and there rope_scaling.{original}={context}, which keeps its positions as they are,"
     if config.rollout.engine != "native" and isinstance(rope.get("factor"), int | float):
         context = int(context * max(1.0, rope["factor"]))
     longest = config.rollout.max_prompt_length + config.rollout.max_response_length
     if longest > context:
         raise UsageError(
             f"rollout.max_prompt_length + rollout.max_response_length = {longest} is more than the model's context of "
-            f"{context}: lower one, or set model.override_config.max_position_embeddings if the model can do more"
+            f"{context}: lower one, or {advice} if the model can do more"
         )
 
 

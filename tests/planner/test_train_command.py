@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from forerun import cli
+from forerun.models.config_overrides import ConfigFile, overridden_config
 from forerun.planner.from_config import job_of, read_config
 from forerun.planner.hardware import find
 from forerun.planner.shape import find_config
@@ -195,6 +199,37 @@ def test_rollouts_longer_than_the_models_context_are_refused(
     stretched = {"max_position_embeddings": 256, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
     assert "context of 256" in said(stretched)
     assert not said(stretched, "rollout.engine=vllm", "rollout.python=python")
+    assert refused in said({"max_position_embeddings": 511, "rope_scaling": "none"})
+
+
+def test_the_advice_on_context_keeps_scaled_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers takes the new context for the original one where config.json has none."""
+    base = find_config("smollm2-135m").config | {"model_type": "llama", "max_position_embeddings": 256}
+
+    def tried(config: dict[str, Any], *more: str) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        lengths = ["rollout.max_prompt_length=100", "rollout.max_response_length=412"]
+        return plan(capsys, f"model.path={tmp_path}", "data.train_files=[a.jsonl]", *lengths, *more)[2]
+
+    def frequencies(config: dict[str, Any]) -> Any:
+        made: Any = LlamaConfig.from_dict(copy.deepcopy(config))
+        rotary = LlamaRotaryEmbedding(made)
+        return rotary.inv_freq.tolist(), rotary.attention_scaling
+
+    for scaled in (
+        {"rope_type": "yarn", "factor": 4.0},
+        {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ):
+        config = base | {"rope_scaling": scaled}
+        original = "rope_scaling.original_max_position_embeddings"
+        assert f"model.override_config.max_position_embeddings, and there {original}=256, which" in tried(config)
+        settings = {"max_position_embeddings": 512, original: 256}
+        assert not tried(config, *(f"model.override_config.{key}={value}" for key, value in settings.items()))
+        longer = overridden_config(ConfigFile(tmp_path, config), settings)
+        assert frequencies(longer) == frequencies(config)
+        assert "original" not in tried(base | {"rope_scaling": scaled | {"original_max_position_embeddings": 64}})
+    nested = tried({"text_config": base | {"rope_scaling": scaled}})
+    assert "model.override_config.text_config.max_position_embeddings, and there rope_scaling.original" in nested
 
 
 def test_fitting_leaves_room_for_what_is_not_a_tensor(sft: Path) -> None:
