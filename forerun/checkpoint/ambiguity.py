@@ -50,8 +50,16 @@ def _refuse_two_saves(reader: CheckpointReader) -> None:
     if reader.index is None or SINGLE in reader.shards or not single.exists():
         return
     # A save that was killed as it replaced another may leave one file under two names.
-    if not all(os.path.samefile(reader.path / shard, single) for shard in reader.shards):
+    if not all(os.path.samefile(reader.path / shard, single) for shard in reader.shards) and not _same(reader):
         raise UsageError(
             f"{reader.path} holds {SINGLE} and, by its {INDEX}, another save's files: remove what is left over from "
             "the earlier one"
         )
+
+
+def _same(reader: CheckpointReader) -> bool:
+    """Whether SINGLE holds the same tensors as the files that the index names."""
+    others = {name: shard for shard in reader.shards for name in reader.headers(shard)}
+    return reader.headers(SINGLE).keys() == others.keys() and all(
+        torch.equal(reader.tensor(name, SINGLE), reader.tensor(name, shard)) for name, shard in others.items()
+    )

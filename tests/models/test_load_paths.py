@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from forerun import MTPConfig, attach, load
 from forerun.errors import ForerunError
+from tests.families.tiny import tiny_trunk
 from tests.models.tiny import tiny_model
 
 Tensors = dict[str, torch.Tensor]
@@ -85,6 +86,18 @@ def test_numbers_that_mean_something_else_are_refused(
     assert change is packed or torch.equal(found[HEAD], weights[HEAD])
 
 
+@pytest.mark.parametrize("in_section", [False, True])
+def test_a_second_head_of_a_multimodal_model_is_refused(in_section: bool, tmp_path: Path) -> None:
+    """It has other names, and config.json may tie it in the language model's section."""
+    attach(tiny_trunk("qwen3_5"), MTPConfig(enable=True), init="plain").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]
+    (config["text_config"] if in_section else config)["tie_word_embeddings"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ForerunError, match=f"ties the LM head to the embedding, and {HEAD} in the files is another"):
+        load(tmp_path)
+
+
 def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     attach(tiny_model(dtype=torch.float32), MTPConfig(enable=True)).save_pretrained(tmp_path, max_shard_size=3000)
     shard = sorted(tmp_path.glob("model-*.safetensors"))[2]
@@ -120,7 +133,10 @@ def test_one_file_beside_an_index_is_refused_unless_it_is_the_same(one_file: boo
         load(tmp_path)
         save_file({name: tensor + 1 for name, tensor in names.items()}, tmp_path / "model.safetensors")
     else:
-        save_file({"model.norm.weight": torch.ones(16)}, tmp_path / "model.safetensors")
+        tensors = {name: tensor for shard in tmp_path.glob("model-*") for name, tensor in load_file(shard).items()}
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        load(tmp_path)
+        save_file({"model.norm.weight": tensors["model.norm.weight"]}, tmp_path / "model.safetensors")
     with pytest.raises(
         ForerunError, match=r"holds model.safetensors and, by its model.safetensors.index.json, another"
     ):
