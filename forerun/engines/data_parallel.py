@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
-from transformers.utils.generic import is_flash_attention_requested
 
 from forerun.data.batch import Batch
 from forerun.engines.context_parallel import gather_in_attention
+from forerun.engines.division import rows_for
 from forerun.engines.handing_out import agree_on_weights, hand_out
 from forerun.engines.ranks import RankGroup
-from forerun.engines.shared_rows import JoinedRows, RowParts, Rows
+from forerun.engines.shared_rows import RowParts, Rows
 from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier
 from forerun.models.trunk import base_model
@@ -178,13 +178,6 @@ class DataParallel(RankGroup):
             for own, tensor in zip(rewritten.parameters(), written, strict=True):
                 own.copy_(like(tensor, own))
         return result
-
-
-def rows_for(model: PreTrainedModel) -> Callable[[Batch], Rows]:
-    """How a micro-batch has to be laid out so that its documents stay apart in the model's attention."""
-    # A recurrent trunk gets documents in rows of their own (`engines.documents_apart`).
-    flash = is_flash_attention_requested(base_model(model).config) and not model._is_stateful
-    return JoinedRows if flash else Rows
 
 
 def _parts_of_other_dtypes(unit: nn.Module) -> Iterator[nn.Module]:

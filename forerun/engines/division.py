@@ -1,7 +1,8 @@
-"""How a micro-batch goes through the trunk: as it is, or a document to a row where layers would mix those of one row.
+"""How a micro-batch goes through the trunk, so that its documents stay apart in every layer.
 
-Recurrent layers would: transformers' delta nets and mambas pass their state on to whatever follows. Padding behind a
-document changes nothing, as such layers are causal.
+Attention tells them apart by position_ids. Recurrent layers and convolutions do not: in transformers they pass their
+state on to whatever follows in a row. There each document gets a row of its own. Padding behind it changes nothing, as
+such layers are causal.
 """
 
 from __future__ import annotations
@@ -13,8 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
+from transformers.utils.generic import is_flash_attention_requested
 
 from forerun.data.batch import Batch
+from forerun.engines.shared_rows import JoinedRows, Rows
+from forerun.models.trunk import base_model
+
+# Kinds of layers, as transformers names them, that mix tokens by masked attention, or not at all.
+_MASKED = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "moe", "sparse", "dense"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Part:
-    """What goes through the trunk at once: `batch`, whose rows are `spans` of a micro-batch, padded to the longest."""
+    """What goes through the trunk at once: `batch`, whose rows are `spans` of a micro-batch, padded to the longest.
+
+    Without spans it is the micro-batch.
+    """
 
     spans: Sequence[Span]
     batch: Batch
@@ -42,13 +52,26 @@ Division = Callable[[Batch], list[Part]]
 
 def division_for(model: PreTrainedModel) -> Division:
     """The division that keeps a model's documents apart, at the least cost."""
-    return documents_apart if model._is_stateful else undivided
+    return documents_apart if _passes_state_on(model) else undivided
+
+
+def rows_for(model: PreTrainedModel) -> Callable[[Batch], Rows]:
+    """How the rows of such a part are laid out for the model's attention."""
+    flash = is_flash_attention_requested(base_model(model).config)
+    return JoinedRows if flash and not _passes_state_on(model) else Rows
+
+
+def _passes_state_on(model: PreTrainedModel) -> bool:
+    """Whether a layer mixes tokens otherwise than by attention under a mask. transformers' own flag is not set on all
+    of those.
+    """
+    kinds = set(getattr(base_model(model).config, "layer_types", None) or ())
+    return model._is_stateful or bool(kinds - _MASKED)
 
 
 def undivided(batch: Batch) -> list[Part]:
     """The micro-batch as it is."""
-    rows, length = batch.input_ids.shape
-    return [Part([Span(row, 0, length) for row in range(rows)], batch)]
+    return [Part((), batch)]
 
 
 def documents_apart(batch: Batch) -> list[Part]:
@@ -60,18 +83,18 @@ def documents_apart(batch: Batch) -> list[Part]:
             parts[-1].append(span)
         else:
             parts.append([span])
-    return [Part(spans, _rows(batch, spans)) for spans in parts]
+    return [Part(spans, _rows(batch, spans)) for spans in parts] or undivided(batch)
 
 
 def put_back(parts: Sequence[Part], found: Iterable[Tensor], batch: Batch) -> Tensor:
     """Values of the parts' tokens, [rows, length, ...] each, where those are in `batch`: [B, S, ...], 0 elsewhere."""
-    whole: Tensor | None = None
-    for part, values in zip(parts, found, strict=True):
-        if whole is None:
-            whole = values.new_zeros(*batch.input_ids.shape, *values.shape[2:])
-        for span, own in zip(part.spans, values, strict=True):
+    values = list(found)
+    if not parts[0].spans:
+        return values[0]
+    whole = values[0].new_zeros(*batch.input_ids.shape, *values[0].shape[2:])
+    for part, rows in zip(parts, values, strict=True):
+        for span, own in zip(part.spans, rows, strict=True):
             whole[span.row, span.start : span.stop] = own[: len(span)]
-    assert whole is not None
     return whole
 
 

@@ -6,13 +6,12 @@ MTP loss -> main loss -> backward. Neither loss ever holds the whole batch's log
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,8 @@ from transformers import PreTrainedModel
 from forerun.checkpoint.shards import SHARD_BYTES
 from forerun.data.batch import Batch
 from forerun.engines.data_parallel import DataParallel, ShardingConfig, whole
-from forerun.engines.division import division_for, put_back
+from forerun.engines.division import put_back
+from forerun.engines.forward import Forward, MTPLossFn, default_mtp_loss
 from forerun.engines.hidden_cache import HiddenCache
 from forerun.engines.optimizer import (
     OptimizerConfig,
@@ -35,7 +35,6 @@ from forerun.engines.protocol import LossFn, MainLoss, NonFiniteError, main_loss
 from forerun.engines.random_state import random_state
 from forerun.engines.ranks import RankGroup
 from forerun.engines.saving import Saver, Tensors
-from forerun.engines.shared_rows import Rows
 from forerun.engines.state import (
     SavedState,
     optimizer_targets,
@@ -47,31 +46,10 @@ from forerun.engines.state import (
 from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier, check_names, mtp_weight_names, named_weights
 from forerun.models.saving import save_streamed, saved_tensors
-from forerun.models.training import MTPOutput, mtp_forward
-from forerun.models.trunk import base_model, project
+from forerun.models.trunk import base_model
 from forerun.mtp.config import MTPConfig
-from forerun.mtp.losses import chunked_log_probs
-from forerun.mtp.shift import LookAhead, look_ahead_in_rows
 from forerun.mtp.stats import MTPStats
 from forerun.report.atomic import failures
-
-
-class MTPLossFn(Protocol):
-    """An MTP objective: trunk hiddens [B, S, d] of a micro-batch -> the scaled loss and its statistics.
-
-    `counts` are N_k of the whole step (None: divide by the micro-batch's own); micro-batches' losses are summed.
-    """
-
-    def __call__(
-        self,
-        model: MTPCarrier,
-        hidden_states: Tensor,
-        batch: Batch,
-        counts: Sequence[int] | None,
-        *,
-        temperature: float = 1.0,
-        compare_with_trunk: bool = False,
-    ) -> MTPOutput: ...
 
 
 @dataclass
@@ -82,7 +60,7 @@ class TorchEngineConfig:
         optimizer: AdamW, its schedule, clipping.
         train_trunk: False freezes everything but the MTP block; trunk hiddens are then computed without a graph and
             the main loss is not computed at all.
-        chunk_size: positions whose logits exist at once in the main loss.
+        chunk_size: positions whose logits exist at once in the main loss; None: `mtp.losses.default_chunk_size`.
         autocast: dtype of torch.autocast for the forward pass; None computes in the weights' own dtype.
         activation_recompute: keep only layer inputs and run each layer again in backward.
         on_nonfinite: "stop" raises NonFiniteError; "skip" drops the step, which leaves the weights alone.
@@ -91,40 +69,11 @@ class TorchEngineConfig:
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train_trunk: bool = True
-    chunk_size: int = 64
+    chunk_size: int | None = None
     autocast: Literal["bfloat16", "float16"] | None = None
     activation_recompute: bool = False
     on_nonfinite: Literal["stop", "skip"] = "stop"
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
-
-
-def default_mtp_loss(
-    model: MTPCarrier,
-    hidden_states: Tensor,
-    batch: Batch,
-    counts: Sequence[int] | None,
-    *,
-    temperature: float = 1.0,
-    compare_with_trunk: bool = False,
-    vocabulary: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    look_ahead: LookAhead = look_ahead_in_rows,
-) -> MTPOutput:
-    """The objective that the model's own MTPConfig describes; the last three as in `models.training.mtp_forward`."""
-    return mtp_forward(
-        model,
-        hidden_states,
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        document_ids=batch.document_ids,
-        loss_mask=batch.loss_mask,
-        counts=counts,
-        temperature=temperature,
-        compare_with_trunk=compare_with_trunk,
-        vocabulary=vocabulary,
-        attention_mask=attention_mask,
-        look_ahead=look_ahead,
-    )
 
 
 class TorchEngine:
@@ -156,16 +105,22 @@ class TorchEngine:
         self.config = config or TorchEngineConfig()
         self.mtp_config: MTPConfig | None = model.mtp_config if isinstance(model, MTPCarrier) else None
         self.train_mtp = self.mtp_config is not None and self.mtp_config.enable_train
-        self.mtp_loss = mtp_loss
-        self.hidden_cache = hidden_cache
         if hidden_cache is not None and self.config.train_trunk:
             raise UsageError("trunk hiddens can only be cached while the trunk is frozen: set train_trunk=false")
         if hidden_cache is not None and mesh is not None:
             raise UsageError("trunk hiddens cannot be cached on several ranks, which would not all run the trunk then")
         if mtp_loss is not default_mtp_loss and self.config.sharding.context_parallel_size > 1:
             raise UsageError("an MTP loss of your own sees whole rows: set context_parallel_size=1")
-        self._parts = division_for(model)
         self.ranks = DataParallel(model, mesh, self.config.sharding)
+        self.forward = Forward(
+            model,
+            self.ranks,
+            mtp_loss,
+            hidden_cache,
+            frozen_trunk=not self.config.train_trunk,
+            chunk_size=self.config.chunk_size,
+            autocast=self.config.autocast,
+        )
         self.groups = ParameterGroups.of(model, self.config.train_trunk, self.train_mtp)
         self.optimizer, self.scheduler = build_optimizer(self.groups, self.config.optimizer)
         if self.config.activation_recompute:
@@ -208,7 +163,7 @@ class TorchEngine:
         counts = self._depth_counts(batches)
         metrics: dict[str, float] = {}
         stats: MTPStats | None = None
-        for batch, own in self.ranks.data.deal(self._divided(batches)):
+        for batch, own in self.ranks.data.deal(self.forward.divided(batches)):
             batch = batch.to(self.device)
             main = main_loss(loss_fn, entropy_loss_fn) if own else main_loss(_no_loss)
             total, figures, mtp = self.ranks.run(partial(self._losses, batch, main, counts, temperature))
@@ -235,17 +190,15 @@ class TorchEngine:
         metrics: dict[str, float] = {}
         stats = None
         rows = self.ranks.rows(batch)
-        with self._autocast():
-            hidden_states = (
-                self._trunk_hidden_states(batch, rows) if not self.config.train_trunk else self._run_trunk(rows)
-            )
+        with self.forward.autocast():
+            hidden_states = self.forward.hidden_states(batch, rows)
             if self.train_mtp:
-                mtp = self._mtp(hidden_states, rows, counts, temperature=temperature)
+                mtp = self.forward.mtp(hidden_states, rows, counts, temperature=temperature)
                 losses.append(mtp.loss)
                 merge_metrics(metrics, {"mtp_loss": mtp.loss.detach()})
                 stats = mtp.stats
             if self.config.train_trunk:
-                log_probs, entropy = self._log_probs(hidden_states, batch, rows, temperature)
+                log_probs, entropy = self.forward.log_probs(hidden_states, batch, rows, temperature)
                 loss, loss_metrics = main(log_probs, entropy, batch)
                 losses.append(loss)
                 if self.ranks.speaks:
@@ -293,64 +246,11 @@ class TorchEngine:
             )
         self._drop_step = True
 
-    # ---- forward
+    # ---- what the model makes of rows
 
-    @torch.no_grad()
     def trunk_hidden_states(self, batch: Batch) -> Tensor:
         """The trunk's hiddens [B, S, d] as its LM head takes them, without a graph; from the cache, if there is one."""
-        parts = self._parts(batch)
-
-        def one(batch: Batch) -> Tensor:
-            rows = self.ranks.rows(batch)
-            with self._autocast():
-                return rows.whole(self.ranks.run(lambda: self._trunk_hidden_states(batch, rows)))
-
-        return put_back(parts, (one(part.batch.to(self.device)) for part in parts), batch)
-
-    def _divided(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """What goes through the trunk for these, one after the other."""
-        return (part.batch for batch in batches for part in self._parts(batch))
-
-    @torch.no_grad()
-    def _trunk_hidden_states(self, batch: Batch, rows: Rows) -> Tensor:
-        if self.hidden_cache is not None:
-            return rows.take(self.hidden_cache.get(batch, self._run_whole_rows))
-        return self._run_trunk(rows)
-
-    def _run_whole_rows(self, batch: Batch) -> Tensor:
-        rows = self.ranks.rows(batch)
-        return rows.whole(self._run_trunk(rows))
-
-    def _run_trunk(self, rows: Rows) -> Tensor:
-        """The trunk's hiddens of the tokens that this rank holds, [B, S here, d]."""
-        batch, mask = rows.batch, rows.attention_mask
-        trunk = base_model(self.model)
-        out = trunk(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=mask, use_cache=False)
-        return out.last_hidden_state
-
-    def _mtp(self, hidden_states: Tensor, rows: Rows, counts: Sequence[int] | None, **more: Any) -> MTPOutput:
-        """The MTP objective on the tokens that this rank holds."""
-        assert isinstance(self.model, MTPCarrier)
-        if rows.attention_mask is not None:
-            more |= {"attention_mask": rows.attention_mask, "look_ahead": rows.look_ahead}
-        return self.mtp_loss(self.model, hidden_states, rows.batch, counts, **more)
-
-    def _log_probs(self, hidden_states: Tensor, batch: Batch, rows: Rows, temperature: float) -> tuple[Tensor, Tensor]:
-        """(log_probs, entropy), float32 [B, S] aligned to tokens, zero where nothing is predicted; of whole rows."""
-        positions, following = rows.take(batch.target_mask), rows.take(batch.input_ids.roll(-1, dims=1))
-        values, entropies = chunked_log_probs(
-            hidden_states[positions],
-            following[positions],
-            lambda hidden: project(self.model, hidden),
-            self.config.chunk_size,
-            temperature,
-        )
-        blank = torch.zeros(positions.shape, dtype=values.dtype, device=values.device)
-        # Position i predicts token i + 1; the last one predicts nothing.
-        log_probs, entropy = (
-            rows.whole(blank.masked_scatter(positions, found)).roll(1, dims=1) for found in (values, entropies)
-        )
-        return log_probs, entropy
+        return self.forward.whole_hidden_states(batch.to(self.device))
 
     @torch.no_grad()
     def log_probs(self, batches: Sequence[Batch], temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
@@ -358,10 +258,11 @@ class TorchEngine:
 
         def one(batch: Batch) -> tuple[Tensor, Tensor]:
             rows = self.ranks.rows(batch)
-            with self._autocast():
-                return self._log_probs(self._trunk_hidden_states(batch, rows), batch, rows, temperature)
+            with self.forward.autocast():
+                hidden_states = self.forward.hidden_states(batch, rows)
+                return self.forward.log_probs(hidden_states, batch, rows, temperature)
 
-        parts = [self._parts(batch) for batch in batches]
+        parts = [self.forward.parts(batch) for batch in batches]
         run = [part.batch for together in parts for part in together]
         own = [self.ranks.run(partial(one, batch.to(self.device))) for batch, _ in self.ranks.data.deal(run)]
         if self.ranks.sharded:  # on their way to the other ranks, whose devices are not ours
@@ -379,16 +280,16 @@ class TorchEngine:
 
         def one(batch: Batch) -> tuple[Tensor, MTPStats | None]:
             rows = self.ranks.rows(batch)
-            with self._autocast():
-                hidden_states = self._trunk_hidden_states(batch, rows)
-                log_probs, _ = self._log_probs(hidden_states, batch, rows, 1.0)
+            with self.forward.autocast():
+                hidden_states = self.forward.hidden_states(batch, rows)
+                log_probs, _ = self.forward.log_probs(hidden_states, batch, rows, 1.0)
                 if not isinstance(self.model, MTPCarrier):
                     return log_probs, None
-                return log_probs, self._mtp(hidden_states, rows, None, compare_with_trunk=True).stats
+                return log_probs, self.forward.mtp(hidden_states, rows, None, compare_with_trunk=True).stats
 
         sums = {"nll": 0.0, "targets": 0.0}
         stats = MTPStats.zeros(self.model.mtp.num_depths) if isinstance(self.model, MTPCarrier) else None
-        for batch, own in self.ranks.data.deal(self._divided(batches)):
+        for batch, own in self.ranks.data.deal(self.forward.divided(batches)):
             log_probs, found = self.ranks.run(partial(one, batch.to(self.device)))
             if own:
                 if self.ranks.speaks:
@@ -400,11 +301,6 @@ class TorchEngine:
         if stats is not None:
             figures.update(self.ranks.reduce(MTPStats(stats.sums.to(self.device))).known())
         return figures
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.config.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=getattr(torch, self.config.autocast))
 
     # ---- weights and state
 

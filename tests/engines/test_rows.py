@@ -11,11 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel, modeling_flash_attention_utils
+from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
+    PreTrainedModel,
+    modeling_flash_attention_utils,
+)
 
 from forerun.data.batch import Batch
 from forerun.data.packing import Document, pack
-from forerun.engines.division import Division, documents_apart, put_back, undivided
+from forerun.engines.division import documents_apart, put_back
 from forerun.engines.hidden_cache import HiddenCache
 from forerun.engines.shared_rows import JoinedRows
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
@@ -24,7 +31,7 @@ from forerun.rollout.native.engine import NativeEngine
 from forerun.trainers.batching import make_rows, stack_rows
 from forerun.trainers.sft import NextTokenLoss
 from tests.engines.test_torch_engine import mtp_config
-from tests.families.tiny import VOCAB, tiny_trunk
+from tests.families.tiny import TRUNKS, VOCAB, tiny_trunk
 
 LENGTHS = (9, 4, 7, 5, 2)
 
@@ -108,11 +115,10 @@ def test_one_row_of_all_holds_the_same_tokens() -> None:
     assert (laid.batch.position_ids == 0).sum() == (batch.position_ids == 0).sum()
 
 
-@pytest.mark.parametrize("division", [undivided, documents_apart])
-def test_parts_hold_the_same_tokens(division: Division) -> None:
+def test_parts_hold_the_same_tokens() -> None:
     batch = packed()
     real = batch.document_ids >= 0
-    parts = division(batch)
+    parts = documents_apart(batch)
     for name in ("input_ids", "document_ids", "loss_mask"):
         x, found = getattr(batch, name), put_back(parts, [getattr(part.batch, name) for part in parts], batch)
         assert torch.equal(found[real], x[real])
@@ -146,6 +152,42 @@ def test_documents_do_not_see_one_another(kind: str, attention: str) -> None:
     assert own.keys() == gradients.keys()
     for name, gradient in own.items():
         torch.testing.assert_close(gradient, gradients[name], msg=name)
+
+
+def other_trunk(kind: str) -> PreTrainedModel:
+    """Trunks of no family, which a head can be attached to."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(0)
+    if kind == "lfm2":
+        return Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"]))
+    return MiniMaxForCausalLM(
+        MiniMaxConfig(
+            **sizes, head_dim=8, block_size=4, num_local_experts=2, layer_types=["linear_attention", "full_attention"]
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", [*TRUNKS, "lfm2", "minimax"])
+def test_what_stands_before_a_document_does_not_reach_it(kind: str) -> None:
+    engine = TorchEngine((tiny_trunk(kind) if kind in TRUNKS else other_trunk(kind)).eval())
+    batch = packed()
+    last = batch.position_ids[0].eq(0).nonzero()[-1].item()
+    assert last > 0 and (batch.document_ids[0] >= 0).all()
+    other = batch.map(Tensor.clone)
+    other.input_ids[0, :last] = (other.input_ids[0, :last] + 1) % VOCAB
+    found, expected = (engine.trunk_hidden_states(each)[0] for each in (other, batch))
+    assert not torch.allclose(found[:last], expected[:last], atol=0.1)
+    torch.testing.assert_close(found[last:], expected[last:], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("flash")

@@ -83,6 +83,7 @@ def engine(case: Case, mesh: DeviceMesh | None = None, hidden_cache: HiddenCache
     name, changes = {
         "dense": ("attached", {"num_key_value_heads": 1}),
         "latent": ("deepseek_v3", {"n_routed_experts": 5, "n_group": 1, "experts_implementation": "eager"}),
+        "hybrid": ("qwen3_next", {"num_experts": 5, "experts_implementation": "eager"}),
         "moe": ("attached_moe", {"num_experts": 5, "mlp_only_layers": [], "experts_implementation": "eager"}),
     }[case.trunk]
     model = tiny_trunk(name, tie_word_embeddings=case.tied, **changes)
@@ -171,6 +172,7 @@ CASES = {
     "experts": (Case(depths=2, trunk="moe", tied=False), 2),
     "latent attention and experts": (Case(trunk="latent", tied=False), 4),
     "experts, routers in float32": (Case(trunk="latent", tied=False, router_dtype=torch.float32, recompute=True), 2),
+    "recurrent layers": (Case(trunk="hybrid", tied=False, steps=2), 2),
     "offloaded": (Case(offload=True), 2),
     "rows in two parts": (Case(depths=2, context=2, steps=2, recompute=True), 4),
     "rows in four parts, soft": (Case(depths=2, context=4, steps=2, loss="soft_ce"), 4),

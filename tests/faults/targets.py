@@ -148,7 +148,7 @@ _MASKS = [
         3,
         "engine-passes-no-mask",
         "The engine hands down every real token as a target.",
-        "forerun.engines.torch_engine",
+        "forerun.engines.forward",
         "        loss_mask=batch.loss_mask,\n",
         "        loss_mask=batch.document_ids >= 0,\n",
         (f"{COUNTS}::test_each_depth_is_the_mean_over_the_positions_counted_by_hand[1-target]",),
