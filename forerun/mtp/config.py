@@ -42,7 +42,8 @@ class MTPConfig:
     loss: LossKind = "ce"
     loss_top_k: int | None = None
     mask_rule: MaskRule = "target"
-    chunk_size: int = 64
+    # Positions whose logits exist at once; null is 64, and 1024 on CUDA.
+    chunk_size: int | None = None
     acceptance: AcceptanceRule = "rejection"
 
     def __post_init__(self) -> None:
@@ -65,7 +66,7 @@ class MTPConfig:
             ("speculative_num_steps", 0),
         ):
             value = getattr(self, name)
-            if value < lowest:
+            if value is not None and value < lowest:
                 raise ValueError(f"mtp.{name}={value} must be at least {lowest}")
         if self.mtp_loss_scaling_factor < 0:
             raise ValueError(f"mtp.mtp_loss_scaling_factor={self.mtp_loss_scaling_factor} must not be negative")

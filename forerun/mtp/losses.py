@@ -261,13 +261,22 @@ class _FusedLoss(torch.autograd.Function):
         return tuple(grads)
 
 
+def default_chunk_size(device_type: str) -> int:
+    """Positions whose logits exist at once, where nobody says.
+
+    On a CPU so few that their logits are no matter of memory. A GPU reads the LM head once for each chunk, which takes
+    longer than to compute with it unless some hundred positions share that.
+    """
+    return 1024 if device_type == "cuda" else 64
+
+
 def fused_loss(
     hidden_states: Tensor,
     labels: Tensor,
     project: Project,
     spec: LossSpec,
     *,
-    chunk_size: int,
+    chunk_size: int | None = None,
     teacher_hidden: Tensor | None = None,
     projection_parameters: Sequence[Tensor] = (),
     compare_with_trunk: bool = False,
@@ -280,7 +289,7 @@ def fused_loss(
         labels: long [N], tokens of the vocabulary.
         project: hiddens [n, d] -> logits [n, V].
         spec: the loss.
-        chunk_size: positions whose logits exist at once.
+        chunk_size: positions whose logits exist at once; None: `default_chunk_size`.
         teacher_hidden: [N, d], the trunk's hiddens that predict the same tokens. Never receives a gradient.
         projection_parameters: tensors used inside `project` that the loss trains. Those left out get no gradient,
             which is how the LM head is isolated.
@@ -309,7 +318,8 @@ def fused_loss(
 
     if not torch.is_grad_enabled():
         hidden_states, projection_parameters = hidden_states.detach(), [p.detach() for p in projection_parameters]
-    loss = _FusedLoss.apply(hidden_states, chunk_loss, chunk_size, *projection_parameters)
+    size = chunk_size or default_chunk_size(hidden_states.device.type)
+    loss = _FusedLoss.apply(hidden_states, chunk_loss, size, *projection_parameters)
     if not with_teacher:
         return ChunkResult(loss, label_hits)
     return ChunkResult(loss, label_hits, agrees.sum(), overlaps, agrees)
@@ -355,7 +365,7 @@ def chunked_log_probs(
     hidden_states: Tensor,
     targets: Tensor,
     project: Project,
-    chunk_size: int,
+    chunk_size: int | None,
     temperature: float = 1.0,
     vocabulary: Vocabulary = WHOLE,
 ) -> tuple[Tensor, Tensor]:
@@ -381,10 +391,11 @@ def chunked_log_probs(
         empty = _at_least_float32(hidden_states).sum(dim=-1)
         return empty, empty
     differentiable = torch.is_grad_enabled()
+    size = chunk_size or default_chunk_size(hidden_states.device.type)
     # Nothing in a chunk is random, and a GPU's generator would be read and set for each of them.
     parts = [
         checkpoint(one, h, t, use_reentrant=False, preserve_rng_state=False) if differentiable else one(h, t)
-        for h, t in zip(hidden_states.split(chunk_size), targets.split(chunk_size), strict=True)
+        for h, t in zip(hidden_states.split(size), targets.split(size), strict=True)
     ]
     log_probs, entropies = zip(*parts, strict=True)
     return torch.cat(log_probs), torch.cat(entropies)

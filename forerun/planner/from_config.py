@@ -18,6 +18,7 @@ from forerun.config import ModelConfig, RLConfig, SFTConfig
 from forerun.config_file import load_config, settings_of_one
 from forerun.engines.context_parallel import check_attention_kinds
 from forerun.models.config_overrides import ConfigFile, overridden_config, settings
+from forerun.mtp.losses import default_chunk_size
 from forerun.planner.hardware import BYTES, Hardware, Precision
 from forerun.planner.serving_memory import Serving, serving
 from forerun.planner.shape import FoundConfig, ModelShape, find_config, shape_of
@@ -104,7 +105,7 @@ def job_of(config: SFTConfig | RLConfig, hardware: Hardware | None) -> Job:
         "train_mtp": config.mtp.enable_train,
         "isolated": config.mtp.detach_encoder,
         "soft": config.mtp.loss != "ce",
-        "chunk": config.mtp.chunk_size,
+        "chunk": config.mtp.chunk_size or default_chunk_size(device),
         "recompute": _recompute(config),
         "weight_bytes": weight_bytes,
         "compute_bytes": compute,

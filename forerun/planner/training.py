@@ -112,7 +112,7 @@ class TrainingRun:
     document_length: int | None = None
     packed: bool = True
     micro_batches: int = 1
-    chunk: int = 64
+    chunk: int = 1024
     recompute: bool = False
     weight_bytes: float = 4
     compute_bytes: float = 4

@@ -79,6 +79,13 @@ def test_settings_reach_the_figures(capsys: pytest.CaptureFixture[str], sft: Pat
     assert peak(answer(capsys, str(sft), "engine.fsdp_size=4")) > plain
     assert peak(answer(capsys, str(sft), "model.dtype=float32")) > 1.5 * plain
     assert peak(answer(capsys, str(sft), "engine.reshard_after_forward=false")) > plain
+    assert (
+        peak(answer(capsys, str(sft), "mtp.chunk_size=1024"))
+        == plain
+        > peak(answer(capsys, str(sft), "mtp.chunk_size=64"))
+    )
+    on_cpu = peak(answer(capsys, str(sft), "engine.device=cpu"))
+    assert peak(answer(capsys, str(sft), "engine.device=cpu", "mtp.chunk_size=64")) == on_cpu
     hsdp = answer(capsys, str(sft), "engine.fsdp_size=4", "engine.reduce_dtype=float32")
     assert [kind["what"] for kind in hsdp["traffic"]][-1] == "sum over replicas"
 

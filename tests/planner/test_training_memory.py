@@ -155,6 +155,7 @@ def planned(case: Case) -> TrainingRun:
         rows=case.micro_batch_size,
         row_length=case.length,
         packed=case.documents > 1,
+        chunk=64,
         micro_batches=case.rows // case.micro_batch_size,
         recompute=case.recompute,
         weight_bytes=size,

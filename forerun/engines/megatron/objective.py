@@ -35,7 +35,7 @@ class Objective:
         mtp: how the depths are trained; None leaves them out.
         counts: N_k of the whole step; None divides by the micro-batch's own.
         temperature: divides the logits behind the log-probabilities; of both distributions in the soft losses.
-        chunk_size: positions whose logits exist at once.
+        chunk_size: positions whose logits exist at once; None: `mtp.losses.default_chunk_size`.
         main: whether log-probabilities are wanted.
         compare_with_trunk: also measure agreement with the trunk's choice.
     """
@@ -43,7 +43,7 @@ class Objective:
     mtp: MTPConfig | None
     counts: Sequence[int] | None
     temperature: float = 1.0
-    chunk_size: int = 64
+    chunk_size: int | None = None
     main: bool = True
     compare_with_trunk: bool = False
 

@@ -25,7 +25,7 @@ class MegatronEngineConfig:
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train_trunk: bool = True
-    chunk_size: int = 64
+    chunk_size: int | None = None
     on_nonfinite: Literal["stop", "skip"] = "stop"
     recompute_granularity: Literal["full", "selective"] | None = None
     use_distributed_optimizer: bool = True
