@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from forerun.engines.protocol import merge_metrics
+from forerun.engines.accumulation import merge_metrics
 from forerun.errors import ForerunError, UsageError, one_line
 from forerun.mtp.stats import MTPStats
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from forerun.checkpoint.shards import SHARD_BYTES
 from forerun.data.batch import Batch
+from forerun.engines.accumulation import LossFn, MainLoss, main_loss, merge_metrics, step_depth_counts
 from forerun.engines.data_parallel import DataParallel, ShardingConfig, whole
 from forerun.engines.division import put_back
 from forerun.engines.forward import Forward, MTPLossFn, default_mtp_loss
@@ -31,7 +32,7 @@ from forerun.engines.optimizer import (
     clip_gradients,
     learning_rates,
 )
-from forerun.engines.protocol import LossFn, MainLoss, NonFiniteError, main_loss, merge_metrics, step_depth_counts
+from forerun.engines.protocol import NonFiniteError
 from forerun.engines.random_state import random_state
 from forerun.engines.ranks import RankGroup
 from forerun.engines.saving import Saver, Tensors

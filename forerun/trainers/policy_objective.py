@@ -14,7 +14,7 @@ from forerun.algorithms.rejection import rejection_mask
 from forerun.algorithms.sequences import sequence_lengths
 from forerun.config_algorithm import AlgorithmConfig
 from forerun.data.batch import Batch
-from forerun.engines.protocol import LossFn, predicted_mask
+from forerun.engines.accumulation import LossFn, predicted_mask
 
 # Sums that go through the engine's metrics, which add up over micro-batches and ranks.
 _POLICY = "policy_stats/"

@@ -11,7 +11,8 @@ from torch import Tensor
 from forerun.algorithms.kl import kl_estimate
 from forerun.config import RLConfig
 from forerun.data.batch import Batch
-from forerun.engines.protocol import ReferencePolicy, TrainingEngine, predicted_mask
+from forerun.engines.accumulation import predicted_mask
+from forerun.engines.protocol import ReferencePolicy, TrainingEngine
 from forerun.trainers.experience import Figures, Sample, sample_batches, set_advantages
 from forerun.trainers.policy_objective import PolicyObjective
 

@@ -18,7 +18,7 @@ from forerun.algorithms import (
     sequence_lengths,
 )
 from forerun.algorithms.aggregation import LossAggMode
-from forerun.engines.protocol import merge_metrics
+from forerun.engines.accumulation import merge_metrics
 
 ROWS, LENGTH = 6, 17
 

@@ -14,7 +14,7 @@ from forerun.algorithms.aggregation import LossAggMode
 from forerun.config_algorithm import AlgorithmConfig
 from forerun.data.batch import Batch
 from forerun.data.packing import Document
-from forerun.engines.protocol import predicted_mask
+from forerun.engines.accumulation import predicted_mask
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.models.attach import attach
 from forerun.mtp.config import MTPConfig

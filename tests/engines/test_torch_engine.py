@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 import forerun
 from forerun.data.batch import Batch
 from forerun.data.packing import Document
+from forerun.engines.accumulation import predicted_mask
 from forerun.engines.checkpoint_directory import checkpoints, latest_checkpoint, prune_checkpoints
 from forerun.engines.hidden_cache import HiddenCache
 from forerun.engines.optimizer import OptimizerConfig
-from forerun.engines.protocol import NonFiniteError, TrainingEngine, predicted_mask
+from forerun.engines.protocol import NonFiniteError, TrainingEngine
 from forerun.engines.state import restore_optimizer
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.errors import ForerunError, UsageError

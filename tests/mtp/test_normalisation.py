@@ -25,7 +25,7 @@ from forerun.algorithms.aggregation import LossAggMode, LossCounts, aggregate_lo
 from forerun.algorithms.sequences import sequence_lengths
 from forerun.data.batch import Batch
 from forerun.data.packing import Document, pack
-from forerun.engines.protocol import predicted_mask
+from forerun.engines.accumulation import predicted_mask
 from forerun.models.carrier import MTPCarrier
 from forerun.models.training import mtp_forward
 from forerun.models.trunk import base_model

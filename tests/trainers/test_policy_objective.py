@@ -15,7 +15,7 @@ from forerun.config_algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from forerun.data.batch import Batch
 from forerun.data.chat import response_document
 from forerun.data.packing import pack
-from forerun.engines.protocol import main_loss, merge_metrics, predicted_mask
+from forerun.engines.accumulation import main_loss, merge_metrics, predicted_mask
 from forerun.trainers.policy_objective import PolicyObjective
 
 RESPONSES = [(3, 5, 0.7), (2, 1, -1.1), (4, 8, 0.2), (1, 3, -0.4)]  # prompt tokens, answer tokens, advantage

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.checkpoint.shards import SHARD_BYTES, write_checkpoint
 from forerun.data.batch import Batch
+from forerun.engines.accumulation import LossFn, MainLoss, main_loss, merge_metrics, step_depth_counts
 from forerun.engines.checkpoint_directory import STATE_FILE
 from forerun.engines.megatron.microbatch import MicroBatch, deal
 from forerun.engines.megatron.objective import MTPModel, Objective, Outcome
@@ -40,7 +41,7 @@ from forerun.engines.megatron.saved_parts import (
 )
 from forerun.engines.megatron.settings import MegatronEngineConfig, check_settings
 from forerun.engines.megatron.weights import file_weights, named_weights
-from forerun.engines.protocol import LossFn, MainLoss, NonFiniteError, main_loss, merge_metrics, step_depth_counts
+from forerun.engines.protocol import NonFiniteError
 from forerun.engines.ranks import RankGroup
 from forerun.engines.saving import Saver, Tensors
 from forerun.errors import UsageError
