@@ -30,7 +30,7 @@ from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.protocol import TrainingEngine, predicted_mask
 from forerun.engines.random_state import random_state
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
-from forerun.errors import ForerunError
+from forerun.errors import ForerunError, UsageError
 from forerun.models.attach import attach
 from forerun.models.carrier import MTPCarrier, named_weights
 from forerun.mtp.config import MTPConfig
@@ -332,6 +332,29 @@ def test_an_export_without_the_block_declares_none(two: Ranks, tmp_path: Path) -
     two.run(rank_exports_the_trunk, [tmp_path] * 2)
     assert not any("mtp" in name for name in load_file(tmp_path / "end" / "model.safetensors"))
     assert not isinstance(forerun.load(tmp_path / "end"), MTPCarrier)
+
+
+def rank_is_refused(group: dist.ProcessGroup, place: Path) -> str:
+    from forerun.engines.megatron.settings import MegatronEngineConfig
+    from forerun.engines.megatron.start import start_engine
+
+    install()
+    sizes = ParallelLayout(**layout(tp=2))
+    with pytest.raises(UsageError) as refused:
+        start_engine(place, MTPConfig(), sizes, MegatronEngineConfig(optimizer=OPTIMIZER))
+    return str(refused.value)
+
+
+def test_files_of_two_models_are_refused(two: Ranks, tmp_path: Path) -> None:
+    """config.json ties the LM head, and the files hold one of its own."""
+    model(Case()).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = 2 * weights["model.embed_tokens.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for said in two.run(rank_is_refused, [tmp_path] * 2):
+        assert "ties the LM head to the embedding, and lm_head.weight in the files is another" in said
 
 
 def rank_trains_in_bfloat16(group: dist.ProcessGroup, argument: tuple[Case, Path]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from forerun.checkpoint.ambiguity import refuse_ambiguous
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.engines.megatron.engine import MegatronEngine
 from forerun.engines.megatron.layout import ParallelLayout
@@ -16,6 +17,7 @@ from forerun.engines.megatron.objective import MTPModel
 from forerun.engines.megatron.parallel import initialise
 from forerun.engines.megatron.settings import MegatronEngineConfig, check_settings
 from forerun.engines.megatron.weights import load_weights
+from forerun.families import family_of, present_depth, trunk_layers
 from forerun.models.config_overrides import overridden_config
 from forerun.mtp.config import MTPConfig
 
@@ -39,13 +41,17 @@ def start_engine(
         override_config: see `forerun.models.config_overrides.overridden_config`.
 
     Raises:
-        UsageError: what cannot be built or trained, with the reason.
+        UsageError: what cannot be built or trained, with the reason; see `checkpoint.ambiguity` for files that are of
+            two models.
     """
     block = mtp if mtp.enable else None
     check_settings(config, block, layout)
     source = CheckpointReader(path)
     if override_config:
         source.config = overridden_config(source, override_config)
+    family = family_of(source.config)
+    depth, layers = present_depth(family, source.config, source.tensor_names), trunk_layers(source.config)
+    refuse_ambiguous(source, lambda name: family.owns(name, depth, layers))
     initialise(layout, seed, timeout_s)
     chunks: Any = build_model(source.config, mtp, layout, model_class=MTPModel, dtype=dtype)
     load_weights(chunks, source)
