@@ -42,8 +42,11 @@ class Adjustments:
         # Words that may not be sampled until the text has its minimum length.
         stops = [[t for t in s.stop_token_ids if 0 <= t < vocab_size] if s.min_tokens else [] for s in settings]
         self.min_tokens = [s.min_tokens if words else 0 for s, words in zip(settings, stops, strict=True)]
+        self.left: Tensor | None = None  # long [R], tokens that the text lacks until it may end
         if any(self.min_tokens):
             self.stops = self._padded(stops)
+            left = [least - len(r.token_ids) for least, r in zip(self.min_tokens, rows, strict=True)]
+            self.left = torch.tensor(left, device=device)
         self.seen: Tensor | None = None  # bool [R, V]
         if any(s.repetition_penalty != 1 for s in settings):
             self.penalty = torch.tensor([s.repetition_penalty for s in settings], device=device)
@@ -55,7 +58,7 @@ class Adjustments:
     @property
     def none(self) -> bool:
         """Whether nothing is changed."""
-        return self.bias is None and self.seen is None and not any(self.min_tokens)
+        return self.bias is None and self.seen is None and self.left is None
 
     def target(self, logits: Tensor, drafts: Tensor) -> Tensor:
         """Logits [R, K + 1, V] after drafts long [R, K], changed; at position j the drafts before it are text."""
@@ -93,17 +96,19 @@ class Adjustments:
         if self._drafted is not None:
             self._drafted.scatter_(1, columns[:, None], True)
 
-    def note(self, tokens: Tensor) -> None:
-        """These tokens [R, T] became text; of which a row may repeat some."""
+    def note(self, tokens: Tensor, counts: Tensor) -> None:
+        """So many tokens [R] became text, these [R, T]; of which a row may repeat some."""
+        if self.left is not None:
+            self.left = self.left - counts
         if self.seen is not None:
             self.seen.scatter_(1, tokens, True)
 
     def _bans(self, start: int, count: int) -> Tensor | None:
         """[R, count, 1]: -inf where a row's text, `start` and more tokens on from now, is still too short to end."""
-        left = [least - len(r.token_ids) - start for least, r in zip(self.min_tokens, self.rows, strict=True)]
-        if max(left) <= 0:
+        longer = (least > len(r.token_ids) + start for least, r in zip(self.min_tokens, self.rows, strict=True))
+        if self.left is None or not any(longer):
             return None
-        early = torch.arange(count, device=self.device) < torch.tensor(left, device=self.device)[:, None]
+        early = torch.arange(start, start + count, device=self.device) < self.left[:, None]
         return torch.zeros(early.shape, device=self.device).masked_fill_(early, -math.inf)[..., None]
 
     def _padded(self, words: list[list[int]]) -> Tensor:

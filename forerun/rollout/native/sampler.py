@@ -135,7 +135,7 @@ class Sampler:
         tokens = torch.cat([drafts.tokens, following[:, None]], dim=1).scatter(1, accepted[:, None], following[:, None])
         if self.adjustments is not None:
             kept = torch.arange(tokens.shape[1], device=self.device) <= accepted[:, None]
-            self.adjustments.note(tokens.where(kept, following[:, None]))
+            self.adjustments.note(tokens.where(kept, following[:, None]), accepted + 1)
         raw = logits.gather(-1, tokens[..., None]).squeeze(-1) - norm
         if uniforms is None:
             log_probs = torch.zeros_like(raw)
