@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from forerun.errors import ForerunError, UsageError
+from forerun.errors import ForerunError, UsageError, one_line
 from forerun.report.atomic import failures, write_text
 
 Metrics = Mapping[str, float | int | None]
@@ -136,7 +136,7 @@ class WandbWriter:
             )
         except wandb.errors.Error as error:
             raise ForerunError(
-                f"wandb refused to start: {str(error).splitlines()[0]} Or set WANDB_MODE=offline"
+                f"wandb refused to start ({one_line(error)}): mend that or set WANDB_MODE=offline"
             ) from error
 
     def log(self, step: int, metrics: Metrics) -> None:

@@ -166,6 +166,16 @@ def test_wandb_gets_the_run_and_its_own_variables_win(tmp_path: Path, monkeypatc
         assert wandb.run is None
 
 
+def test_wandb_that_refuses_to_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb").teardown()  # it reads its variables once a process
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    with pytest.raises(
+        ForerunError, match=r"^wandb refused to start \(.*[Kk]ey.*\): mend that or set WANDB_MODE=offline$"
+    ):
+        make_writers(["wandb"], tmp_path)
+
+
 def test_wandb_missing_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UsageError, match=r'pip install -e "\.\[wandb\]"'):
