@@ -7,7 +7,7 @@ one (rotary frequencies, for instance).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from forerun.engines.ranks import RankGroup
 from forerun.errors import UsageError
 
-_STORED = frozenset({"_name_or_path", "dtype", "quantization_config"})
+# Where a model was read and how it is stored, which is compared weight by weight, and by whom the file was written.
+_STORED = frozenset({"_name_or_path", "dtype", "quantization_config", "transformers_version"})
 
 Layout = dict[str, tuple[torch.Size, torch.dtype]]
 
@@ -26,8 +27,12 @@ def agree_on_weights(model: nn.Module, ranks: RankGroup) -> bool:
     """Whether any rank's model is without weights; its tensors then get the dtypes of rank 0's. Every rank calls it.
 
     Raises:
-        UsageError: on every rank: rank 0's model is without weights, or another rank has built another model.
+        UsageError: on every rank: another rank's config.json is not rank 0's, rank 0's model is without weights, or
+            another rank has built another model.
     """
+    settings = dict(_settings(model))
+    of_first = ranks.agree(settings)
+    ranks.fail_together(_other_settings(settings, of_first))
     tensors = _named(model)
     lacking = ranks.collect(ranks.size, [any(tensor.is_meta for tensor in tensors.values())])
     if not any(lacking):
@@ -35,9 +40,7 @@ def agree_on_weights(model: nn.Module, ranks: RankGroup) -> bool:
     if lacking[0]:
         raise UsageError("the model has no weights: load it without meta=true (with several ranks, at least on rank 0)")
     first: Layout = ranks.agree({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
-    settings = _settings(model)
-    of_first = ranks.agree(settings)
-    ranks.fail_together(_difference(tensors, first) or _other_settings(settings, of_first))
+    ranks.fail_together(_difference(tensors, first))
     for name, tensor in tensors.items():
         if tensor.is_meta:
             _replace(tensor, torch.empty_like(tensor, dtype=first[name][1]))
@@ -78,12 +81,16 @@ def _difference(own: Mapping[str, Tensor], first: Layout) -> UsageError | None:
     return None
 
 
-def _settings(model: nn.Module) -> dict[str, Any]:
-    """What its configuration says of how it computes."""
+def _settings(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of what its configuration says of how it computes."""
     config: Any = getattr(model, "config", None)
-    found: dict[str, Any] = {} if config is None else config.to_dict()
-    # But for where it was read and how it is stored: that is compared weight by weight.
-    return {name: value for name, value in found.items() if name not in _STORED}
+    sections = [("", {} if config is None else config.to_dict())]
+    for prefix, section in sections:
+        for name, value in section.items():
+            if isinstance(value, dict) and name not in _STORED:
+                sections.append((f"{prefix}{name}.", value))
+            elif name not in _STORED:
+                yield f"{prefix}{name}", value
 
 
 def _other_settings(own: Mapping[str, Any], first: Mapping[str, Any]) -> UsageError | None:

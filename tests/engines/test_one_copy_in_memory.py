@@ -208,6 +208,25 @@ def test_every_dtype_is_rank_0_s(name: str, ranks: Ranks, tmp_path: Path) -> Non
         assert len({tensor.dtype for tensor in expected.values()}) > 1
 
 
+def rank_hears_of_a_section(group: dist.ProcessGroup, path: Path) -> str:
+    """Of a config.json with sections: how weights are stored and who wrote the file is no difference, the rest is."""
+    members = RankGroup(mesh_of(Case(), group))
+    model: Any = forerun.load(path, dtype=torch.float32 if members.rank else torch.bfloat16, meta=members.rank > 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.configuration_utils.__version__", f"5.0.{members.rank}")
+        assert agree_on_weights(model, members)
+    model.config.text_config.rms_norm_eps = 0.5 if members.rank else 0.25
+    with pytest.raises(UsageError) as refused:
+        agree_on_weights(model, members)
+    return str(refused.value)
+
+
+def test_sections_are_compared_setting_by_setting(ranks: Ranks, tmp_path: Path) -> None:
+    path = family(tmp_path, "qwen3_5")
+    for said in ranks.run(rank_hears_of_a_section, [path] * 2):
+        assert "this rank's model has text_config.rms_norm_eps=0.5, rank 0's 0.25: give every rank the same" in said
+
+
 def rank_measures(group: dist.ProcessGroup, case: Load) -> list[dict[str, int]]:
     """Most bytes alive while the model is loaded and cut, handed out and read by all; and what this rank keeps."""
     shown = []
@@ -252,11 +271,14 @@ def rank_refuses(group: dist.ProcessGroup, argument: tuple[str, Path]) -> str:
         if how == "no weights anywhere":
             case.engine(forerun.load(path, JOINT, meta=True), group)
         elif how == "another model":
-            other = {"num_hidden_layers": 1} if members.rank == 1 else None
-            case.engine(forerun.load(path, JOINT, meta=members.rank > 0, override_config=other), group)
-        elif how == "another setting":
+            model: Any = forerun.load(path, JOINT, meta=members.rank > 0)
+            if members.rank == 1:
+                del model.model.layers[1]
+            case.engine(model, group)
+        elif how.startswith("another setting"):
             other = {"rms_norm_eps": 0.5} if members.rank == 1 else None
-            case.engine(forerun.load(path, JOINT, meta=members.rank > 0, override_config=other), group)
+            meta = members.rank > 0 and "read by all" not in how
+            case.engine(forerun.load(path, JOINT, meta=meta, override_config=other), group)
         elif how == "no such device":
             load_model(ModelConfig(str(path)), JOINT, torch.device("cuda:99"), ranks=members)
         else:
@@ -267,6 +289,9 @@ def rank_refuses(group: dist.ProcessGroup, argument: tuple[str, Path]) -> str:
     return ""
 
 
+SETTING = "this rank's model has rms_norm_eps=0.5, rank 0's 1e-06: give every rank the same config.json"
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -275,10 +300,8 @@ def rank_refuses(group: dist.ProcessGroup, argument: tuple[str, Path]) -> str:
         ("no checkpoint", "has no config.json"),
         ("no weights anywhere", "the model has no weights: load it without meta=true"),
         ("another model", "this rank's model is not rank 0's, first at model.layers.1."),
-        (
-            "another setting",
-            "this rank's model has rms_norm_eps=0.5, rank 0's 1e-06: give every rank the same config.json",
-        ),
+        ("another setting", SETTING),
+        ("another setting, read by all", SETTING),
     ],
 )
 def test_what_is_wrong_is_one_line_on_every_rank(how: str, message: str, ranks: Ranks, tmp_path: Path) -> None:
