@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from transformers.utils.generic import is_flash_attention_requested
+
 from forerun.config_algorithm import AlgorithmConfig
 from forerun.config_async import AsyncTrainingConfig, check_async, check_patience
 from forerun.config_check import bounded
@@ -337,7 +339,8 @@ def _check_attention(model: ModelConfig, engine: EngineConfig) -> None:
     if engine.strategy == "megatron" or engine.context_parallel_size > 1:
         other = "strategy=megatron" if engine.strategy == "megatron" else "context_parallel_size"
         raise UsageError(f"model.attn_implementation={name}: engine.{other} brings its own attention, leave it out")
-    if "flash" in name and "bfloat16" not in (model.dtype, engine.autocast, engine.param_dtype):
+    flash = is_flash_attention_requested(requested_attention_implementation=name)
+    if flash and "bfloat16" not in (model.dtype, engine.autocast, engine.param_dtype):
         raise UsageError(
             f"model.attn_implementation={name} computes in bfloat16: set engine.autocast=bfloat16 (one process), "
             "engine.param_dtype=bfloat16 (ranks) or model.dtype=bfloat16"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils.generic import is_flash_attention_requested
 
 from forerun.config import ModelConfig, RLConfig, SFTConfig
 from forerun.config_file import load_config, settings_of_one
@@ -96,7 +97,7 @@ def job_of(config: SFTConfig | RLConfig, hardware: Hardware | None) -> Job:
     autocast = config.engine.autocast != "none"
     compute = 2 if mixed or autocast else weight_bytes
     # Flash attention knows documents by their bounds: no mask, and keys and values are not repeated.
-    masked = "flash" not in (config.model.attn_implementation or "")
+    masked = not is_flash_attention_requested(requested_attention_implementation=config.model.attn_implementation)
     common: dict[str, Any] = {
         "shape": shape,
         "layout": layout,
