@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun import __version__
+from forerun.checkpoint.files import DEMO_MODEL
 from forerun.errors import UsageError
 
 Work = Callable[[], int]
@@ -51,8 +52,8 @@ def _root(
 @app.command()
 def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer tokens, same phases: under 4 minutes.")] = False,
-    out: Annotated[Path, typer.Option(help="Directory for everything the demo writes; run again to resume.")] = Path(
-        "forerun-demo"
+    out: Annotated[Path, typer.Option(help="Directory for everything the demo writes; run again to resume.")] = (
+        DEMO_MODEL.parent
     ),
     seed: Annotated[int, typer.Option(min=0, help="Seed of data order, initialisation and sampling.")] = 0,
     model: Annotated[

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from forerun.checkpoint.files import DEMO_MODEL
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -69,7 +71,7 @@ class DemoOptions:
     """
 
     quick: bool = False
-    out: Path = Path("forerun-demo")
+    out: Path = DEMO_MODEL.parent
     seed: int = 0
     model: Path | None = None
     head: Literal["fresh", "shipped"] = "fresh"
