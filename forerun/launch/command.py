@@ -69,8 +69,11 @@ def _start(config: SFTConfig | RLConfig, verb: Verb, path: Path | None, override
 
 def _run_rank(verb: Verb, path: Path | None, overrides: Sequence[str], on_ray: bool = False) -> None:
     config = _load(verb, path, overrides)
-    with joined(config.engine, config.distributed) as mesh:
-        _train(config, mesh, on_ray)
+    try:
+        with joined(config.engine, config.distributed) as mesh:
+            _train(config, mesh, on_ray)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(interrupted_words(Path(config.trainer.output_dir))) from None
 
 
 def _load(verb: Verb, path: Path | None, overrides: Sequence[str]) -> SFTConfig | RLConfig:

@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, recor
 
 from forerun.config import DistributedConfig, EngineConfig
 from forerun.errors import ForerunError, UsageError
+from forerun.signals import sigterm_interrupts
 from forerun.trainers.setup import resolve_device
 
 # Beside a rank's error file: what ranks other than 0 print.
@@ -91,9 +92,11 @@ def run_as_rank(work: Callable[[], None]) -> None:
     Output of ranks other than 0 goes into a file beside that one; without torchrun nowhere, but for what is raised.
     """
     if not os.environ.get(_ERROR_FILE):  # srun or mpirun: nobody would read the files
-        if os.environ["RANK"] == "0":
-            return work()
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        with sigterm_interrupts(), ExitStack() as quiet:  # schedulers send it to every rank
+            if os.environ["RANK"] != "0":
+                nowhere = quiet.enter_context(open(os.devnull, "w"))
+                quiet.enter_context(redirect_stdout(nowhere))
+                quiet.enter_context(redirect_stderr(nowhere))
             return work()
     if int(os.environ["RANK"]) != 0:
         redirect_output(Path(os.environ[_ERROR_FILE]).with_name(OUTPUT_FILE))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import forerun
@@ -24,6 +25,7 @@ from forerun.launch.command import run as run_command
 from forerun.launch.rank import run_as_rank
 from forerun.models.carrier import named_weights
 from forerun.report.progress import ProgressBar
+from forerun.rollout.loopback import free_port
 from forerun.trainers.rl import RLTrainer
 from forerun.trainers.sft import SFTTrainer
 from tests.trainers.test_sft import write_examples
@@ -319,6 +321,36 @@ def test_an_interrupted_run_says_where_it_would_go_on(
         assert capsys.readouterr().err.splitlines()[-1].startswith(f"forerun: {words}")
     if how == signal.SIGTERM:
         assert signal.signal(how, earlier) is missed  # as it was before
+
+
+def test_a_rank_of_srun_says_it_when_the_scheduler_ends_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**rank, "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    step = SFTTrainer.step
+
+    def interrupted(trainer: SFTTrainer) -> dict[str, float]:
+        if trainer.engine.global_step == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return step(trainer)
+
+    def missed(*_: object) -> None:
+        pytest.fail("nobody heard of it")
+
+    monkeypatch.setattr(SFTTrainer, "step", interrupted)
+    earlier = signal.signal(signal.SIGTERM, missed)
+    run_dir = place / "interrupted-srun"
+    try:
+        settings = ["data.val_files=[]", "engine.device=cpu", f"trainer.output_dir={run_dir}"]
+        assert cli.main(["sft", str(place / "run.yaml"), *settings]) == 130
+    finally:
+        assert signal.signal(signal.SIGTERM, earlier) is missed
+        dist.destroy_process_group()
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == f"forerun: interrupted; the same command goes on from {run_dir / 'checkpoint-2'}"
 
 
 @pytest.mark.parametrize("mode", [[], ASYNCHRONOUS], ids=["in turn", "asynchronous"])
