@@ -6,6 +6,7 @@ gradient, and head-only isolation would no longer leave the trunk bit-identical 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,6 @@ class OptimizerConfig:
         lr_scheduler_type: a name that transformers.get_scheduler knows.
         warmup_steps: optimizer steps of linear warm-up.
         total_steps: length of a decaying schedule; not needed by constant ones.
-        fused: update by torch's fused kernel; None does so on CUDA.
     """
 
     lr: float = 1e-5
@@ -39,7 +39,6 @@ class OptimizerConfig:
     lr_scheduler_type: str = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None
-    fused: bool | None = None
 
 
 @dataclass
@@ -88,14 +87,8 @@ def build_optimizer(
             param_groups.append({"params": matrices, "lr": lr, "weight_decay": config.weight_decay, "name": part})
         if vectors:
             param_groups.append({"params": vectors, "lr": lr, "weight_decay": 0.0, "name": f"{part}_no_decay"})
-    fused = config.fused
-    if fused is None:
-        # Left to itself torch updates weights in shards one by one, with a dozen kernels each, and others all at once,
-        # with a further copy of them.
-        fused = all(p.device.type == "cuda" for p in groups.named().values())
-    optimizer = torch.optim.AdamW(
-        param_groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True if fused else None
-    )
+    fused = _fused(groups.named().values())
+    optimizer = torch.optim.AdamW(param_groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
     try:
         scheduler = get_scheduler(
             config.lr_scheduler_type,
@@ -106,6 +99,15 @@ def build_optimizer(
     except ValueError as error:
         raise UsageError(f"lr_scheduler_type={config.lr_scheduler_type!r} cannot be used: {error}") from None
     return optimizer, scheduler
+
+
+def _fused(parameters: Iterable[Tensor]) -> bool | None:
+    """Whether torch's fused kernel makes the update; None leaves it to torch.
+
+    That updates weights in shards one by one, with a dozen kernels each, and others all at once, with a further copy of
+    them.
+    """
+    return True if all(p.device.type == "cuda" for p in parameters) else None
 
 
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> Tensor:

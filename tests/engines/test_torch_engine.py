@@ -242,9 +242,10 @@ def test_head_has_its_own_learning_rate_and_clipping() -> None:
     assert engine.step()["lr"] == pytest.approx(0.75e-3)
 
 
-def test_the_fused_update_is_the_same_and_resumes(tmp_path: Path) -> None:
+def test_the_fused_update_is_the_same_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def trained(fused: bool, saved: Path | None) -> dict[str, Tensor]:
-        optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.1, fused=fused)
+        monkeypatch.setattr("forerun.engines.optimizer._fused", lambda parameters: fused)
+        optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.1)
         model = attach(tiny_model(dtype=torch.float64), mtp_config())
         engine = TorchEngine(model, TorchEngineConfig(optimizer=optimizer, chunk_size=5))
         if saved is None:
@@ -253,6 +254,7 @@ def test_the_fused_update_is_the_same_and_resumes(tmp_path: Path) -> None:
         else:
             engine.load(saved)
         train(engine, 2, first=2)
+        assert engine.optimizer.defaults["fused"] is fused
         return weights(engine)
 
     expected = trained(False, None)
