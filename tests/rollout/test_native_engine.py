@@ -321,6 +321,18 @@ def test_a_context_longer_than_the_models_is_refused() -> None:
         engine_of(tiny.carrier(), max_model_len=4096)
 
 
+def test_a_model_whose_forward_fails_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no memory")
+
+    model = tiny.carrier().train()
+    model.config._attn_implementation = "flash_attention_2"
+    monkeypatch.setattr(model, "forward", fails)
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine_of(model)
+    assert model.training and model.config._attn_implementation == "flash_attention_2"
+
+
 def test_bfloat16_text_with_drafts_is_its_plain_text_up_to_ties() -> None:
     """Verifying several positions at once rounds differently, which may decide a near tie and nothing else."""
     exact = tiny.carrier(dtype=torch.float32).to(torch.bfloat16).float()  # the same weights, computed in float32

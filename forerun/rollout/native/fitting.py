@@ -67,13 +67,14 @@ def _own_logits(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     vocab_size = model.get_output_embeddings().weight.shape[0]
     tokens = torch.randint(vocab_size, (_TOKENS,), generator=generator)
     training, attention = model.training, model.config._attn_implementation
-    model.eval()
-    if is_flash_attention_requested(model.config):  # which takes no float32, in which a model may be held
-        model.config._attn_implementation = "sdpa"
-    logits = model(tokens[None].to(model.device)).logits[0].to("cpu", torch.float64)
-    model.train(training)
-    model.config._attn_implementation = attention
-    return tokens, logits
+    try:
+        model.eval()
+        if is_flash_attention_requested(model.config):  # which takes no float32, in which a model may be held
+            model.config._attn_implementation = "sdpa"
+        return tokens, model(tokens[None].to(model.device)).logits[0].to("cpu", torch.float64)
+    finally:
+        model.train(training)
+        model.config._attn_implementation = attention
 
 
 def logit_error(runner: ModelRunner, tokens: Tensor, expected: Tensor) -> float:
