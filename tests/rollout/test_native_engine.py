@@ -321,6 +321,15 @@ def test_a_context_longer_than_the_models_is_refused() -> None:
         engine_of(tiny.carrier(), max_model_len=4096)
 
 
+def test_a_model_that_names_no_context_needs_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.carrier()
+    monkeypatch.delattr(type(model.config), "max_position_embeddings")  # its class's default
+    del model.config.max_position_embeddings
+    with pytest.raises(UsageError, match="no max_position_embeddings: add it, or give max_model_len"):
+        engine_of(model)
+    assert engine_of(model, max_model_len=20).max_model_len == 20
+
+
 def test_a_model_whose_forward_fails_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("no memory")

@@ -122,7 +122,9 @@ class NativeEngine:
         self.runner = fit_runner(
             model, dtype or model.dtype, torch.device(device or model.device), draft_vocabulary, products
         )
-        context = int(self.runner.config.max_position_embeddings)
+        context = getattr(self.runner.config, "max_position_embeddings", None) or max_model_len
+        if context is None:
+            raise UsageError("the model's config.json has no max_position_embeddings: add it, or give max_model_len")
         if max_model_len is not None and not 1 < max_model_len <= context:
             raise UsageError(f"max_model_len={max_model_len} must lie between 2 and the model's context of {context}")
         self.dtype: torch.dtype | None = self.runner.dtype
