@@ -54,7 +54,7 @@ def resolve(spec: str, kwargs: Mapping[str, Any]) -> Scorer:
         def built_in(prompt: Any, response: str, truth: Any, extra: dict[str, Any], source: str) -> float:
             name = spec
             if spec == "auto":
-                name = "reasoning_gym" if source.startswith("reasoning_gym/") and "entry" in extra else "math"
+                name = picked(source, extra)
             return functions[name](prompt, response, truth, extra)
 
         return built_in
@@ -83,6 +83,11 @@ def resolve(spec: str, kwargs: Mapping[str, Any]) -> Scorer:
     if not callable(function):
         raise ValueError(f"reward {spec!r}: {module_name} has no function {function_name!r}")
     return _as_scorer(spec, function, kwargs)
+
+
+def picked(data_source: str, extra: Mapping[str, Any]) -> str:
+    """The reward that `auto` takes for a prompt."""
+    return "reasoning_gym" if data_source.startswith("reasoning_gym/") and "entry" in extra else "math"
 
 
 def _as_scorer(spec: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Scorer:

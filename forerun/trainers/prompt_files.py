@@ -12,6 +12,7 @@ from forerun.data.chat import encode_prompt
 from forerun.data.prompts import Prompt, read_prompts
 from forerun.data.rows import first_few
 from forerun.errors import UsageError
+from forerun.rewards.worker import picked
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +35,11 @@ def check_ground_truth(prompts: Sequence[Prompt], function: str) -> None:
     Raises:
         UsageError
     """
-    compares = {
-        "math": lambda prompt: True,
-        "exact_match": lambda prompt: True,
-        "auto": lambda prompt: "entry" not in prompt.extra_info,  # of a reasoning-gym task, which scores by itself
-    }.get(function, lambda prompt: False)
+
+    def compares(prompt: Prompt) -> bool:
+        name = picked(prompt.data_source, prompt.extra_info) if function == "auto" else function
+        return name in ("math", "exact_match")  # a task of reasoning-gym scores by itself
+
     bare = [prompt.place for prompt in prompts if prompt.ground_truth is None and compares(prompt)]
     if bare:
         raise UsageError(

@@ -151,7 +151,11 @@ def test_a_ground_truth_that_the_reward_needs_is_missed_before_the_model_is_load
         with pytest.raises(UsageError, match=said):
             check_ground_truth([PROMPTS[0], bare], function)
     check_ground_truth([bare], "mine.py:score")
-    check_ground_truth([replace(bare, extra_info={"task": "gcd", "entry": {}})], "auto")
+    task = replace(bare, extra_info={"task": "gcd", "entry": {}}, data_source="reasoning_gym/gcd")
+    check_ground_truth([task], "auto")
+    for other in (replace(task, data_source="tiny"), replace(task, extra_info={"task": "gcd"})):
+        with pytest.raises(UsageError, match="1 of 1 prompts have no ground truth"):
+            check_ground_truth([other], "auto")
     with pytest.raises(UsageError, match="1 of 1 prompts have no ground truth"):
         trainer(settings(tmp_path), prompts=[bare], reward=None)
 
