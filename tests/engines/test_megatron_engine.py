@@ -24,10 +24,11 @@ import forerun
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.config_algorithm import AlgorithmConfig
 from forerun.data.batch import Batch
+from forerun.engines.accumulation import predicted_mask
 from forerun.engines.megatron.layout import ParallelLayout
 from forerun.engines.megatron.version import megatron_version
 from forerun.engines.optimizer import OptimizerConfig
-from forerun.engines.protocol import TrainingEngine, predicted_mask
+from forerun.engines.protocol import TrainingEngine
 from forerun.engines.random_state import random_state
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.errors import ForerunError, UsageError
