@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -418,7 +419,7 @@ def test_ranks_elsewhere_may_have_gpus_that_this_machine_has_not(
 def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     config = write_run("sft", tmp_path, 1)
-    with pytest.raises(UsageError, match=r"pip install 'forerun\[ray\]'"):
+    with pytest.raises(UsageError, match=re.escape("pip install -e '.[ray]'")):
         run("sft", config, ["launch=ray", f"trainer.output_dir={tmp_path}/run"])
 
 
