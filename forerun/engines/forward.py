@@ -18,7 +18,7 @@ from forerun.engines.shared_rows import Rows
 from forerun.models.carrier import MTPCarrier
 from forerun.models.training import MTPOutput, mtp_forward
 from forerun.models.trunk import base_model, project
-from forerun.mtp.losses import chunked_log_probs
+from forerun.mtp.log_probs import chunked_log_probs
 from forerun.mtp.shift import LookAhead, look_ahead_in_rows
 
 

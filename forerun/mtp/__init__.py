@@ -3,7 +3,8 @@
 from forerun.mtp.block import MTPBlock, MTPLayer
 from forerun.mtp.config import MTPConfig
 from forerun.mtp.graft import graft
-from forerun.mtp.losses import LossSpec, chunked_log_probs, fused_loss
+from forerun.mtp.log_probs import chunked_log_probs
+from forerun.mtp.losses import LossSpec, fused_loss
 from forerun.mtp.shift import depth_counts, depth_targets, document_ids, document_ids_from_cu_seqlens
 from forerun.mtp.stats import MTPStats, reduce_counts
 

@@ -31,7 +31,7 @@ from forerun.rollout.native.engine import NativeEngine
 from forerun.trainers.batching import make_rows, stack_rows
 from forerun.trainers.sft import NextTokenLoss
 from tests.engines.test_torch_engine import mtp_config
-from tests.families.tiny import TRUNKS, VOCAB, tiny_trunk
+from tests.families.tiny import COMMON, TRUNKS, VOCAB, tiny_trunk
 
 LENGTHS = (9, 4, 7, 5, 2)
 
@@ -156,17 +156,7 @@ def test_documents_do_not_see_one_another(kind: str, attention: str) -> None:
 
 def other_trunk(kind: str) -> PreTrainedModel:
     """Trunks of no family, which a head can be attached to."""
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.3,
-        "pad_token_id": 0,
-    }
+    sizes = COMMON | {"pad_token_id": 0}
     torch.manual_seed(0)
     if kind == "lfm2":
         return Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"]))

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 VOCAB = 61
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -29,10 +29,10 @@ _MLA: dict[str, Any] = {
     "v_head_dim": 8,
 }
 _DEEPSEEK = (
-    _COMMON | _EXPERTS | _MLA | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    COMMON | _EXPERTS | _MLA | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 )
 _INDEXER: dict[str, Any] = {"index_topk": 3, "index_head_dim": 8, "index_n_heads": 2}
-_HYBRID: dict[str, Any] = _COMMON | {
+_HYBRID: dict[str, Any] = COMMON | {
     "head_dim": 8,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
@@ -85,7 +85,7 @@ TRUNKS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": ("DeepseekV32ForCausalLM", _DEEPSEEK | _INDEXER),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
-        _COMMON | _EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "head_dim": 8},
+        COMMON | _EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "head_dim": 8},
     ),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", _DEEPSEEK | _INDEXER | {"indexer_types": ["full", "full"]}),
     "qwen3_next": ("Qwen3NextForCausalLM", _HYBRID | _QWEN_EXPERTS),
@@ -93,10 +93,10 @@ TRUNKS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text": ("Qwen3_5ForCausalLM", _QWEN3_5),
     "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", {"text_config": _QWEN3_5_MOE, "vision_config": _VISION}),
     "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", _QWEN3_5_MOE),
-    "ernie4_5": ("Ernie4_5ForCausalLM", _COMMON | {"head_dim": 8}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", COMMON | {"head_dim": 8}),
     "ernie4_5_moe": (
         "Ernie4_5_MoeForCausalLM",
-        _COMMON | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8, "moe_layer_start_index": 1},
+        COMMON | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8, "moe_layer_start_index": 1},
     ),
     "longcat_flash": (
         "LongcatFlashForCausalLM",
@@ -117,13 +117,13 @@ TRUNKS: dict[str, tuple[str, dict[str, Any]]] = {
         | _MLA,
     ),
     "nemotron_h": ("NemotronHForCausalLM", _NEMOTRON),
-    "mimo": ("Qwen2ForCausalLM", _COMMON),
-    "attached": ("LlamaForCausalLM", _COMMON),
+    "mimo": ("Qwen2ForCausalLM", COMMON),
+    "attached": ("LlamaForCausalLM", COMMON),
     "attached_moe": (
         "Qwen3MoeForCausalLM",
-        _COMMON | _EXPERTS | {"num_experts": 4, "head_dim": 8, "mlp_only_layers": [0], "decoder_sparse_step": 1},
+        COMMON | _EXPERTS | {"num_experts": 4, "head_dim": 8, "mlp_only_layers": [0], "decoder_sparse_step": 1},
     ),
-    "attached_gemma": ("GemmaForCausalLM", _COMMON | {"head_dim": 8}),  # zero-centred norms, tied
+    "attached_gemma": ("GemmaForCausalLM", COMMON | {"head_dim": 8}),  # zero-centred norms, tied
 }
 
 
@@ -132,7 +132,7 @@ def tiny_trunk(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
 
     `changes` are for the text configuration.
     """
-    class_name, settings = TRUNKS.get(name, (name, _COMMON))
+    class_name, settings = TRUNKS.get(name, (name, COMMON))
     model_class = getattr(transformers, class_name)
     if "text_config" in settings:
         settings = settings | {"text_config": settings["text_config"] | changes}

@@ -325,7 +325,7 @@ _GRADIENTS = [
         10,
         "recompute-of-the-logits-drops-the-head",
         "Logits are recomputed under the reentrant checkpoint, which differentiates only what it is handed.",
-        "forerun.mtp.losses",
+        "forerun.mtp.log_probs",
         "checkpoint(one, h, t, use_reentrant=False, preserve_rng_state=False) if differentiable",
         "checkpoint(one, h.detach(), t, use_reentrant=True) if differentiable",
         ("tests/mtp/test_losses.py::test_chunked_log_probs[both-0.6-3]",),

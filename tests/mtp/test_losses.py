@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forerun.mtp.losses import LossSpec, chunked_log_probs, fused_loss
+from forerun.mtp.log_probs import chunked_log_probs
+from forerun.mtp.losses import LossSpec, fused_loss
 
 N, D, V = 23, 8, 31
 

@@ -22,7 +22,7 @@ from forerun.algorithms.sequences import sequence_lengths
 from forerun.config_algorithm import RolloutCorrectionConfig
 from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier
-from forerun.mtp.losses import chunked_log_probs
+from forerun.mtp.log_probs import chunked_log_probs
 from forerun.rewards.overlong import overlong_penalty
 from tests.models.tiny import gradients, tiny_model, token_rows
 from tests.oracles.exchange import ask, run_script

@@ -22,7 +22,7 @@ from forerun.engines.megatron.model import Blueprint
 from forerun.engines.megatron.vocabulary import VocabularyShard
 from forerun.models.training import MTPOutput, score_depths
 from forerun.mtp.config import MaskRule, MTPConfig
-from forerun.mtp.losses import chunked_log_probs
+from forerun.mtp.log_probs import chunked_log_probs
 from forerun.mtp.shift import DepthTargets, depth_targets
 from forerun.mtp.stats import MTPStats
 
