@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import forerun
@@ -323,13 +323,7 @@ def test_an_interrupted_run_says_where_it_would_go_on(
         assert signal.signal(how, earlier) is missed  # as it was before
 
 
-def test_a_rank_of_srun_says_it_when_the_scheduler_ends_it(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**rank, "MASTER_PORT": str(free_port())}.items():
-        monkeypatch.setenv(name, value)
+def _ended_in_its_fourth_step(arguments: list[str]) -> None:
     step = SFTTrainer.step
 
     def interrupted(trainer: SFTTrainer) -> dict[str, float]:
@@ -337,19 +331,27 @@ def test_a_rank_of_srun_says_it_when_the_scheduler_ends_it(
             signal.raise_signal(signal.SIGTERM)
         return step(trainer)
 
-    def missed(*_: object) -> None:
-        pytest.fail("nobody heard of it")
+    SFTTrainer.step = interrupted  # type: ignore[method-assign]
+    sys.exit(cli.main(arguments))
 
-    monkeypatch.setattr(SFTTrainer, "step", interrupted)
-    earlier = signal.signal(signal.SIGTERM, missed)
+
+def test_a_rank_of_srun_says_it_when_the_scheduler_ends_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a process of its own: torch goes on listening in one that was a rank."""
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**rank, "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
     run_dir = place / "interrupted-srun"
-    try:
-        settings = ["data.val_files=[]", "engine.device=cpu", f"trainer.output_dir={run_dir}"]
-        assert cli.main(["sft", str(place / "run.yaml"), *settings]) == 130
-    finally:
-        assert signal.signal(signal.SIGTERM, earlier) is missed
-        dist.destroy_process_group()
-    said = capsys.readouterr().err.splitlines()[-1]
+    settings = ["data.val_files=[]", "engine.device=cpu", f"trainer.output_dir={run_dir}"]
+    started = multiprocessing.get_context("spawn").Process(
+        target=_ended_in_its_fourth_step, args=(["sft", str(place / "run.yaml"), *settings],), daemon=True
+    )
+    started.start()
+    started.join(LIMIT)
+    assert started.exitcode == 130
+    said = capfd.readouterr().err.splitlines()[-1]
     assert said == f"forerun: interrupted; the same command goes on from {run_dir / 'checkpoint-2'}"
 
 
