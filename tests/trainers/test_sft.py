@@ -207,7 +207,7 @@ def test_head_only_training_on_a_frozen_trunk(settings: list[str], cached: bool)
         assert torch.equal(before[name], after[name]) == (name not in head), name
     assert lines(settings)[-1]["val/mtp/depth_1/loss"] < lines(settings)[0]["val/mtp/depth_1/loss"]
     if cached:
-        cache = made.engine.hidden_cache
+        cache = made.engine.forward.hidden_cache
         assert cache is not None
         # Every row, held-out ones included, went through the trunk once.
         assert cache.misses == len(made.rows) + len(made.eval_rows["val"])
