@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import load_file
 
 from forerun.engines.checkpoint_directory import checkpoints, latest_checkpoint
+from tests.logged import repeatable_metrics
 from tests.trainers.tiny import make_model, make_tokenizer
 
 # "async": forerun rl with rollout workers in threads. "sft" writes its checkpoints while it goes on.
@@ -34,7 +35,6 @@ LIMIT_S = 300.0  # for one run to end, and for what it started to end with it
 _MARK = "FORERUN_KILLED_RUN"
 # Names of directories that exist during a save and the deletion of an old checkpoint (`engines.checkpoint_directory`).
 _SAVING = (".unfinished", ".replaced", ".deleted")
-_MEASURED = ("time/", "tokens_per_second", "rollout_tokens_per_second", "queue_depth")
 
 _context = multiprocessing.get_context("forkserver")
 # What takes seconds to import is imported once, and the kills fall into runs instead of into imports.
@@ -82,7 +82,7 @@ def kill_and_compare(kind: Kind, place: Path, tries: int, steps: int, seed: int 
         _compare(run / "model", untouched / "model")
         left = [name for name in os.listdir(run) if name.startswith(".")]
         assert not left, f"{run}: {left} of a killed save or deletion are still there"
-        assert _figures(run) == _figures(untouched), f"{run}: metrics.jsonl differs"
+        assert repeatable_metrics(run) == repeatable_metrics(untouched), f"{run}: metrics.jsonl differs"
     return tally
 
 
@@ -252,11 +252,6 @@ def _compare(found: Path, expected: Path) -> None:
             assert json.loads((found / name).read_text()) == json.loads((expected / name).read_text()), found / name
         else:
             assert (found / name).read_bytes() == (expected / name).read_bytes(), found / name
-
-
-def _figures(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.startswith(_MEASURED)} for line in lines]
 
 
 def _log(run: Path) -> str:

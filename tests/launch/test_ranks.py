@@ -28,6 +28,7 @@ from forerun.report.progress import ProgressBar
 from forerun.rollout.loopback import free_port
 from forerun.trainers.rl import RLTrainer
 from forerun.trainers.sft import SFTTrainer
+from tests.logged import repeatable_metrics
 from tests.trainers.test_sft import write_examples
 from tests.trainers.tiny import make_model, make_tokenizer
 
@@ -155,9 +156,7 @@ def run(
 
 
 def metrics(place: Path, name: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]
-    measured = ("time/", "tokens_per_second", "rollout_tokens_per_second")
-    return [{key: value for key, value in line.items() if not key.startswith(measured)} for line in lines]
+    return repeatable_metrics(place / name)
 
 
 def assert_same_as_alone(place: Path, name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import shutil
@@ -39,6 +38,7 @@ from forerun.trainers.ray_workers import ray_workers, replacing_s, starting_s
 from forerun.trainers.rl import RLTrainer
 from forerun.trainers.sft import SFTTrainer
 from tests.kills.runs import write_run
+from tests.logged import repeatable_metrics
 
 LIMIT_S = 240
 TWO = DistributedConfig(nproc_per_node=2, timeout_s=300)
@@ -211,7 +211,7 @@ def test_ranks_do_not_wait_for_a_worker_that_finds_no_place_as_long_as_they_wait
 def test_an_asynchronous_run_is_launched(ray: Any, tmp_path: Path) -> None:
     out = tmp_path / "run"
     run("rl", write_run("rl", tmp_path, 3), [*ASYNC, f"trainer.output_dir={out}"])
-    lines = _lines(out)
+    lines = repeatable_metrics(out)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["rollout_workers"] == 1 and line["drafter_in_sync"] == 1 for line in lines)
     _wait_for_the_end_of_workers()
@@ -230,14 +230,9 @@ def test_two_actors_of_rl_train_what_one_process_does(ray: Any, tmp_path: Path) 
         assert found.keys() == expected.keys()
         for key in expected:
             torch.testing.assert_close(found[key], expected[key], rtol=1e-3, atol=1e-4, msg=f"{name}: {key}")
-        for line, other in zip(_lines(out), _lines(tmp_path / "alone"), strict=True):
-            shown = {key: other[key] for key in other if not key.startswith("time/") and "per_second" not in key}
-            assert {key: line[key] for key in shown} == pytest.approx(shown, rel=1e-3, abs=1e-5)
+        for line, other in zip(repeatable_metrics(out), repeatable_metrics(tmp_path / "alone"), strict=True):
+            assert {key: line[key] for key in other} == pytest.approx(other, rel=1e-3, abs=1e-5)
     _wait_for_the_end_of_workers()
-
-
-def _lines(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def _wait_for_the_end_of_workers() -> None:

@@ -26,6 +26,7 @@ from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import Request, SamplingParams
 from forerun.trainers.ranked import RankedRollout
 from forerun.trainers.rl import RLTrainer
+from tests.logged import repeatable, repeatable_metrics
 from tests.mtp.ranks import Ranks
 from tests.trainers.tiny import make_model
 from tests.trainers.tiny_rl import ShareOfWord
@@ -34,7 +35,6 @@ from tests.trainers.tiny_rl import ShareOfWord
 PROMPTS = [
     Prompt([{"role": "user", "content": f"say {'twice ' * (i % 2)}{w}"}], w, "tiny") for i, w in enumerate("abcde")
 ]
-MEASURED = ("time/", "tokens_per_second", "rollout_tokens_per_second")
 
 
 def settings(place: Path, *more: str) -> RLConfig:
@@ -79,15 +79,11 @@ def trainer(config: RLConfig, mesh: DeviceMesh | None) -> RLTrainer:
     return RLTrainer(config, prompts=PROMPTS, eval_prompts=PROMPTS[:3], reward=ShareOfWord(), mesh=mesh)
 
 
-def shown(metrics: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
-
-
 def train(made: RLTrainer, steps: int = 2) -> dict[str, Any]:
     """All that a run shows: responses with what they earned, figures, weights."""
     reports, responses = [], []
     for _ in range(steps):
-        reports.append(shown(made.step(PROMPTS)))
+        reports.append(repeatable(made.step(PROMPTS)))
         responses.append([(s.completion.token_ids, s.reward.score, s.advantage) for s in made.samples])
     return {
         "responses": responses,
@@ -130,10 +126,6 @@ def rank_runs(group: dist.ProcessGroup, config: RLConfig) -> None:
     trainer(config, mesh_of(group)).train()
 
 
-def logged(run: Path) -> list[dict[str, Any]]:
-    return [shown(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_run_goes_on_with_another_number_of_ranks(ranks: Ranks, place: Path) -> None:
     """Two ranks to step 2, four to step 3, one process to step 4."""
     common = [*HEADS, "trainer.save_freq=1", "trainer.test_freq=2", "algorithm.use_kl_loss=true"]
@@ -143,7 +135,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks: Ranks, place: Path) -
         config = settings(place, *common, f"trainer.total_steps={last}")
         ranks.run(rank_runs, [config] * size)
     trainer(settings(place, *steps), None).train()
-    found, expected = logged(place / "run"), logged(place / "whole")
+    found, expected = repeatable_metrics(place / "run"), repeatable_metrics(place / "whole")
     assert [line["step"] for line in found] == [line["step"] for line in expected] == [0, 1, 2, 3, 4]
     for line, other in zip(found, expected, strict=True):
         both = line.keys() & other.keys()  # a run that ends at step 3 looks at the held-out prompts there

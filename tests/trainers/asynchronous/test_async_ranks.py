@@ -31,9 +31,10 @@ from forerun.trainers.asynchronous.trainer import AsyncRLTrainer
 from forerun.trainers.rl import RLTrainer
 from forerun.trainers.rl_run import RLRun
 from forerun.trainers.setup import load_model
+from tests.logged import repeatable, repeatable_metrics
 from tests.mtp.ranks import Ranks
 from tests.trainers.asynchronous.runs import REPEATABLE
-from tests.trainers.test_rl_ranks import HEADS, JOINT, KL, PROMPTS, assert_close, logged, mesh_of, settings, shown
+from tests.trainers.test_rl_ranks import HEADS, JOINT, KL, PROMPTS, assert_close, mesh_of, settings
 from tests.trainers.tiny import make_model
 from tests.trainers.tiny_rl import ShareOfWord
 
@@ -52,7 +53,7 @@ def trains(made: RLRun, steps: int = 3) -> dict[str, Any]:
     """All that a run shows: responses with what they earned, figures, weights."""
     reports, responses = [], []
     for _ in range(steps):
-        reports.append(shown(made.turn(pause=False)))
+        reports.append(repeatable(made.turn(pause=False)))
         responses.append([(s.completion.token_ids, s.completion.weight_versions, s.reward.score) for s in made.samples])
     found = {"responses": responses, "reports": [*reports, made.evaluate()], "weights": whole_weights(made)}
     made.close()
@@ -85,11 +86,6 @@ def test_two_ranks_train_as_one_does_and_as_synchronous_ones_do(ranks: Ranks, pl
             assert {name: report[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
-def without_depth(run: Path) -> list[dict[str, Any]]:
-    """Metrics, less how many groups happen to be ready."""
-    return [{name: value for name, value in line.items() if name != "queue_depth"} for line in logged(run)]
-
-
 def rank_runs(group: dist.ProcessGroup, config: RLConfig) -> None:
     AsyncRLTrainer(config, reward=ShareOfWord(), mesh=mesh_of(group), **OBJECTS).train()
 
@@ -107,12 +103,15 @@ def test_a_run_goes_on_over_two_ranks_to_the_bit_and_then_in_one_process(ranks: 
     state = json.loads((runs[1] / "checkpoint-2" / "trainer_state.json").read_text())
     waiting = state["extra"]["rollouts"]["groups"]
     assert len(waiting) == 10 and all(group["rewards"] for group in waiting)
-    assert without_depth(runs[0]) == without_depth(runs[1]) and logged(runs[0])[-1]["staleness_max"] == 2
+    assert (
+        repeatable_metrics(runs[0]) == repeatable_metrics(runs[1])
+        and repeatable_metrics(runs[0])[-1]["staleness_max"] == 2
+    )
     exported = [dict(named_weights(forerun.load(run / "model"))) for run in runs]
     assert all(torch.equal(exported[0][name], exported[1][name]) for name in exported[0])
     ranks.run(rank_runs, [config("straight", 5)] * 2)
     AsyncRLTrainer(config("stopped", 5), reward=ShareOfWord(), **OBJECTS).train()
-    assert without_depth(runs[1])[-1] == pytest.approx(without_depth(runs[0])[-1], rel=1e-3, abs=1e-5)
+    assert repeatable_metrics(runs[1])[-1] == pytest.approx(repeatable_metrics(runs[0])[-1], rel=1e-3, abs=1e-5)
     samples = [[json.loads(line) for line in (run / "samples.jsonl").open()] for run in runs]
     assert [line["response"] for line in samples[0]] == [line["response"] for line in samples[1]]
 

@@ -30,6 +30,7 @@ from forerun.trainers.asynchronous.stored import restored_completion
 from forerun.trainers.asynchronous.trainer import AsyncRLTrainer
 from forerun.trainers.ranked import RankedScorer
 from forerun.trainers.rollout_engines import make_rollout_engine
+from tests.logged import repeatable_metrics
 from tests.trainers.asynchronous.runs import (
     ASYNC,
     DRAFT,
@@ -114,14 +115,8 @@ def test_a_run_resumes_to_the_bit_with_rollouts_pending(tmp_path: Path) -> None:
     resumed = run("stopped", 5)
     assert_same(weights(straight), weights(resumed))
     assert [s.completion for s in straight.samples] == [s.completion for s in resumed.samples]
-    logged = [
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("straight", "stopped")
-    ]
-    for one, other in zip(*logged, strict=True):
-        same = [name for name in one if "time/" not in name and "_per_second" not in name]
-        assert {name: one[name] for name in same} == {name: other[name] for name in same}
-    assert logged[0][-1]["staleness_max"] == 2
+    logged = repeatable_metrics(tmp_path / "straight")
+    assert logged == repeatable_metrics(tmp_path / "stopped") and logged[-1]["staleness_max"] == 2
 
 
 def test_unfinished_responses_are_in_the_checkpoint_with_what_is_written(tmp_path: Path) -> None:
