@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 import forerun
-from forerun.data.chat import encode_examples, read_examples
+from forerun.data.examples import encode_examples, read_examples
 from forerun.data.gguf import smollm2
 from forerun.trainers.hf_callback import MTPCallback
 

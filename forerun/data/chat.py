@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from forerun.data.packing import Document
-from forerun.data.rows import BadRow, OnBadRow, Row, first_few, is_text, parse_messages, read_rows
+from forerun.data.rows import is_text
 from forerun.errors import UsageError
 
 Messages = list[dict[str, str]]
-OnTooLong = Literal["error", "skip", "truncate"]
 
 
 def encode_prompt(
@@ -116,96 +112,21 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) 
     return Document(ids, mask)
 
 
-@dataclass(frozen=True)
-class Example:
-    """One SFT example: a conversation with at least one assistant turn. `place` says where it came from, for errors."""
-
-    messages: Messages
-    place: str = "the example"
-
-
-def read_examples(
-    path: str | Path, on_bad_row: OnBadRow = "error", report: Callable[[str], None] | None = None
-) -> list[Example]:
-    """Read SFT examples from JSONL or parquet.
-
-    A row has either `messages`, or `prompt` with `response` or `completion`. Each of these is a list of chat messages
-    or a string (one turn: the user's in `prompt`, the assistant's in `response` and `completion`).
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Document:
+    """Plain text, as the tokenizer begins one (some put a token before it), and the end token: all of it is a target.
 
     Raises:
-        UsageError: see `forerun.data.rows.read_rows`.
+        UsageError: the text is empty or no text.
     """
-
-    def parse(row: Row, place: str) -> Example:
-        if "messages" in row:
-            messages = parse_messages(row["messages"], "messages")
-        else:
-            answer = "response" if "response" in row else "completion"
-            if "prompt" not in row or answer not in row:
-                raise BadRow(f"needs 'messages', or 'prompt' and 'response', but has {', '.join(map(repr, row))}")
-            turns = row[answer]
-            if isinstance(turns, str):
-                turns = [{"role": "assistant", "content": turns}]
-            messages = parse_messages(row["prompt"], "prompt") + parse_messages(turns, answer)
-        if all(m["role"] != "assistant" for m in messages):
-            raise BadRow("no assistant turn, so nothing in it is to be learned")
-        if messages[0]["role"] == "assistant":
-            raise BadRow("begins with the assistant's turn: put a user's turn before it")
-        return Example(messages, place)
-
-    return read_rows(path, parse, on_bad_row, report)
-
-
-def encode_examples(
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Iterable[Example],
-    max_length: int,
-    on_too_long: OnTooLong = "error",
-    report: Callable[[str], None] | None = None,
-) -> list[Document]:
-    """Tokenize examples for training.
-
-    Args:
-        max_length: the most tokens of a document.
-        on_too_long: "error", "skip" (leave it out) or "truncate" (cut the end off; left out if no target remains).
-        report: called with one line if examples were left out or cut.
-
-    Raises:
-        UsageError: examples that are too long (with on_too_long="error") or cannot be tokenized: how many, and the
-            first by their places; or none is left.
-    """
-    documents: list[Document] = []
-    unusable: list[str] = []
-    long: list[str] = []
-    count = longest = cut = 0
-    for example in examples:
-        count += 1
-        try:
-            document = encode_conversation(tokenizer, example.messages)
-        except UsageError as error:
-            unusable.append(f"{example.place}: {error}")
-            continue
-        if len(document) > max_length:
-            long.append(f"{example.place}: {len(document)}")
-            longest = max(longest, len(document))
-            document = Document(document.token_ids[:max_length], document.loss_mask[:max_length])
-            if on_too_long == "skip" or not any(document.loss_mask):
-                continue
-            cut += 1
-        documents.append(document)
-    if unusable:
-        raise UsageError(f"{len(unusable)} of {count} examples cannot be trained on: {first_few(unusable)}")
-    said = f"{len(long)} of {count} examples have more tokens than data.max_length={max_length}"
-    if long and on_too_long == "error":
-        raise UsageError(
-            f"{said} ({first_few(long)}): set data.max_length={longest}, or data.on_too_long=truncate or skip"
-        )
-    if not documents:
-        why = f"{said} ({first_few(long)}): set data.max_length={longest}" if long else "none was given"
-        raise UsageError(f"no example is left to train on: {why}")
-    if long and report is not None:
-        report(f"{said} ({first_few(long)}): {cut} are cut, {len(long) - cut} left out")
-    return documents
+    if not is_text(text):
+        raise UsageError("half a surrogate pair is no text")
+    ids: list[int] = tokenizer(text)["input_ids"]
+    if not text or not ids:
+        raise UsageError("the text has no tokens, so nothing in it is to be learned")
+    end = tokenizer.eos_token_id
+    if end is not None and ids[-1] != end:
+        ids.append(end)
+    return Document(ids, [True] * len(ids))
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, generate: bool) -> str:

@@ -105,7 +105,7 @@ def parse_messages(value: Any, column: str) -> list[dict[str, str]]:
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
-        raise BadRow(f"column {column!r} must be a list of chat messages or a string, not {_short(value)}")
+        raise BadRow(f"column {column!r} must be a list of chat messages or a string, not {short(value)}")
     messages = []
     for turn in value:
         if (
@@ -113,13 +113,13 @@ def parse_messages(value: Any, column: str) -> list[dict[str, str]]:
             or not isinstance(turn.get("role"), str)
             or not isinstance(turn.get("content"), str)
         ):
-            raise BadRow(f"column {column!r}: a message needs the strings 'role' and 'content', not {_short(turn)}")
+            raise BadRow(f"column {column!r}: a message needs the strings 'role' and 'content', not {short(turn)}")
         if unread := [key for key in ("tool_calls", "reasoning_content", "thinking") if turn.get(key)]:
             raise BadRow(
                 f"column {column!r}: {unread[0]!r} of a message is not read: write it into 'content' as the model does"
             )
         if not is_text(turn["content"]):
-            raise BadRow(f"column {column!r}: half a surrogate pair is no text, in {_short(turn['content'])}")
+            raise BadRow(f"column {column!r}: half a surrogate pair is no text, in {short(turn['content'])}")
         messages.append({"role": turn["role"], "content": turn["content"]})
     return messages
 
@@ -133,7 +133,8 @@ def is_text(text: str) -> bool:
     return True
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value as an error shows it."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -149,7 +150,7 @@ def _json_list(path: Path) -> Iterator[tuple[int, Row | BadRow]]:
     except ValueError as error:  # JSON or UTF-8
         raise UsageError(f"{path}: not JSON ({error})") from None
     for number, row in enumerate(rows, start=1):
-        yield number, row if isinstance(row, dict) else BadRow(f"not a JSON object but {_short(row)}")
+        yield number, row if isinstance(row, dict) else BadRow(f"not a JSON object but {short(row)}")
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, Row | BadRow]]:
@@ -162,7 +163,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Row | BadRow]]:
             except ValueError as error:  # JSON or UTF-8
                 yield number, BadRow(f"not JSON ({error})")
                 continue
-            yield number, row if isinstance(row, dict) else BadRow(f"not a JSON object but {_short(row)}")
+            yield number, row if isinstance(row, dict) else BadRow(f"not a JSON object but {short(row)}")
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Row | BadRow]]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, set_seed
 
 from forerun.config import SFTConfig
 from forerun.data.batch import Batch
-from forerun.data.chat import encode_examples, read_examples
+from forerun.data.examples import encode_examples, read_examples
 from forerun.data.order import DataOrder
 from forerun.data.packing import Document
 from forerun.engines.hidden_cache import HiddenCache
@@ -164,8 +164,7 @@ class SFTTrainer:
             if resumed is None:
                 if self.initialise is not None and isinstance(engine.model, MTPCarrier):
                     self.initialise(engine.model, self.rows)
-                metrics.update(self.evaluate())
-                if metrics:
+                if config.val_before_train and (metrics := self.evaluate()):
                     run.writers.log(0, metrics)
             done = min(engine.global_step, self.total_steps)
             with ProgressBar("sft", self.total_steps, "steps", done=done) as progress:

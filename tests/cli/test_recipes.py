@@ -15,7 +15,7 @@ import torch
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.config import RLConfig, SFTConfig
 from forerun.config_file import load_config
-from forerun.data.chat import read_examples
+from forerun.data.examples import read_examples
 from forerun.data.prompts import read_prompts
 from forerun.errors import UsageError
 from forerun.models.config_overrides import overridden_config

@@ -86,6 +86,22 @@ def test_a_run_learns_and_exports_what_it_learned(settings: list[str], tmp_path:
     assert (tmp_path / "run" / "config.yaml").is_file()
 
 
+def test_held_out_figures_are_left_out_before_the_first_step(settings: list[str]) -> None:
+    trainer(settings, "trainer.total_steps=1", "trainer.val_before_train=false").train()
+    assert [line["step"] for line in lines(settings) if "val/loss" in line] == [1]
+
+
+def test_text_is_trained_on(settings: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": "the sum of two and three is five"}\n' * 4)
+    one_row = ["train_batch_size=1", "micro_batch_size=1", "trainer.total_steps=1"]
+    made = trainer(settings, *one_row, f"data.train_files=[{path}]")
+    made.train()
+    # All but the first token, which nothing predicts.
+    tokens = len(made.tokenizer("the sum of two and three is five")["input_ids"]) + 1
+    assert lines(settings)[-1]["target_count"] == 4 * (tokens - 1)
+
+
 def test_isolated_head_leaves_the_trunk_of_training_without_mtp(settings: list[str], tmp_path: Path) -> None:
     plain = trainer(
         settings,
