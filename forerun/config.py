@@ -174,6 +174,8 @@ class TrainerConfig:
     total_steps: int = bounded(100, ge=1)
     save_freq: int = bounded(-1, ge=-1)
     test_freq: int = bounded(-1, ge=-1)
+    # Held-out figures of the model as it is, too (step 0). The last step's are always taken.
+    val_before_train: bool = True
     output_dir: str = "runs/forerun"
     seed: int = bounded(0, ge=0)
     # Go on from the newest checkpoint in output_dir, if there is one.

@@ -207,10 +207,8 @@ class RLRun(ABC):
                 self.load_state_dict(resumed)
             run.rewind(None if resumed is None else self.rl_step)
             run.write_config()
-            if resumed is None:
-                metrics.update(self.evaluate())
-                if metrics:
-                    run.writers.log(0, metrics)
+            if resumed is None and config.val_before_train and (metrics := self.evaluate()):
+                run.writers.log(0, metrics)
             done = min(self.rl_step, config.total_steps)
             with ProgressBar("rl", config.total_steps, "steps", done=done) as progress:
                 while self.rl_step < config.total_steps:

@@ -144,6 +144,14 @@ def test_held_out_prompts_are_answered_greedily(tmp_path: Path) -> None:
     assert made.evaluate().keys() >= {"val/reward_mean", "val/response_length_mean"}
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_held_out_figures_before_the_first_step_unless_they_are_not_wanted(tmp_path: Path, before: bool) -> None:
+    config = settings(tmp_path, "trainer.total_steps=1", f"trainer.val_before_train={str(before).lower()}")
+    trainer(config, eval_prompts=PROMPTS[:2]).train()
+    logged = [json.loads(line) for line in Path(config.trainer.output_dir, "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in logged if "val/reward_mean" in line] == ([0, 1] if before else [1])
+
+
 def test_a_ground_truth_that_the_reward_needs_is_missed_before_the_model_is_loaded(tmp_path: Path) -> None:
     bare = Prompt([{"role": "user", "content": "hm"}], None, "tiny", place="p.jsonl, line 7")
     for function in ("math", "auto", "exact_match"):
