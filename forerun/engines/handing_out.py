@@ -7,7 +7,7 @@ one (rotary frequencies, for instance).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from forerun.engines.ranks import RankGroup
+from forerun.engines.same_settings import agree_on_settings
 from forerun.errors import UsageError
-
-# Where a model was read and how it is stored, which is compared weight by weight, and by whom the file was written.
-_STORED = frozenset({"_name_or_path", "dtype", "quantization_config", "transformers_version"})
 
 Layout = dict[str, tuple[torch.Size, torch.dtype]]
 
@@ -30,9 +28,8 @@ def agree_on_weights(model: nn.Module, ranks: RankGroup) -> bool:
         UsageError: on every rank: another rank's config.json is not rank 0's, rank 0's model is without weights, or
             another rank has built another model.
     """
-    settings = dict(_settings(model))
-    of_first = ranks.agree(settings)
-    ranks.fail_together(_other_settings(settings, of_first))
+    config: Any = getattr(model, "config", None)
+    agree_on_settings({} if config is None else config.to_dict(), ranks)
     tensors = _named(model)
     lacking = ranks.collect(ranks.size, [any(tensor.is_meta for tensor in tensors.values())])
     if not any(lacking):
@@ -77,29 +74,6 @@ def _difference(own: Mapping[str, Tensor], first: Layout) -> UsageError | None:
             return UsageError(
                 f"this rank's model is not rank 0's, first at {name}: load it from the same checkpoint with the same "
                 "settings (a quantised one cannot be loaded with meta=true)"
-            )
-    return None
-
-
-def _settings(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of what its configuration says of how it computes."""
-    config: Any = getattr(model, "config", None)
-    sections = [("", {} if config is None else config.to_dict())]
-    for prefix, section in sections:
-        for name, value in section.items():
-            if isinstance(value, dict) and name not in _STORED:
-                sections.append((f"{prefix}{name}.", value))
-            elif name not in _STORED:
-                yield f"{prefix}{name}", value
-
-
-def _other_settings(own: Mapping[str, Any], first: Mapping[str, Any]) -> UsageError | None:
-    """What to say of a model that would compute otherwise than rank 0's, from the same weights."""
-    for name in sorted(own.keys() | first.keys()):
-        if own.get(name) != first.get(name):
-            return UsageError(
-                f"this rank's model has {name}={own.get(name)}, rank 0's {first.get(name)}: give every rank the same "
-                "config.json"
             )
     return None
 

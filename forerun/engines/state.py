@@ -23,6 +23,7 @@ from forerun.engines.random_state import RandomState, read_random_state, restore
 from forerun.engines.ranks import RankGroup
 from forerun.engines.tensor_shards import SavedTensors, write_tensors
 from forerun.errors import ForerunError, one_line
+from forerun.models.carrier import check_names
 from forerun.report.atomic import write_text
 
 OPTIMIZER_DIRECTORY = "optimizer"
@@ -157,6 +158,16 @@ class SavedState:
         self.moments = {name: tensor for name, tensor in self._moments.index.items() if ":" in name}
         if not self.weights:
             raise ForerunError(f"{directory} is not a training checkpoint: it has no model weights")
+
+    def check_weights(self, own: Mapping[str, Tensor]) -> None:
+        """Raise a ForerunError if a weight is missing from, unknown to, or of another shape or dtype than `own`."""
+        check_names(own, self.weights)
+        for name, tensor in self.weights.items():
+            if tensor.dtype != own[name].dtype:  # which reading would round without a word
+                raise ForerunError(
+                    f"the checkpoint holds {name} in {tensor.dtype}, this run's model in {own[name].dtype}: resume "
+                    "with the model.dtype that it was written with, or start anew from an exported model"
+                )
 
     def check_trained(self, named: Mapping[str, nn.Parameter]) -> None:
         """Raise a ForerunError if one of the parameters was not trained."""

@@ -45,7 +45,7 @@ from forerun.engines.state import (
     write_state,
 )
 from forerun.errors import UsageError
-from forerun.models.carrier import MTPCarrier, check_names, mtp_weight_names, named_weights
+from forerun.models.carrier import MTPCarrier, mtp_weight_names, named_weights
 from forerun.models.saving import save_streamed, saved_tensors
 from forerun.models.trunk import base_model
 from forerun.mtp.config import MTPConfig
@@ -347,7 +347,7 @@ class TorchEngine:
     def load(self, directory: Path) -> dict[str, Any]:
         self.finish_saves()
         saved, own, named = SavedState(directory, self.ranks), dict(named_weights(self.model)), self.groups.named()
-        check_names(own, saved.weights)
+        saved.check_weights(own)
         moments = optimizer_targets(named, saved.moments)
         saved.check_trained(named)
         saved.read(own, moments)

@@ -258,6 +258,13 @@ def rank_saves(group: dist.ProcessGroup, argument: tuple[Case, Path, bool]) -> l
     other = megatron_engine(replace(case, layout=layout(pp=2)), source)
     with pytest.raises(ForerunError, match=r"was written with layout=.*and this run has"):
         other.load(place / "checkpoint-1")
+    rounding = megatron_engine(replace(case, dtype=torch.bfloat16), source)
+    with pytest.raises(ForerunError, match=r"has .* in torch\.float32, and here it is in torch\.bfloat16: "):
+        rounding.load(place / "checkpoint-1")
+    strange = CheckpointReader(place / "start")
+    strange.config |= {"rms_norm_eps": 0.5} if group.rank() == 1 else {}
+    with pytest.raises(UsageError, match=r"this rank's model has rms_norm_eps=0\.5, rank 0's 1e-"):
+        megatron_engine(case, strange)
     own = place / "checkpoint-1" / "parts" / f"{group.rank():05}.safetensors"
     tensors = load_file(own)
     before = {name: tensor.clone() for name, tensor in resumed.named_weights()}

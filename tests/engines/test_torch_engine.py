@@ -373,6 +373,11 @@ def test_checkpoints_of_another_model_or_setting_are_refused(tmp_path: Path) -> 
         engine_for(tiny_model()).load(tmp_path / "checkpoint-1")
     with pytest.raises(ForerunError, match="not being trained"):
         engine_for(attach(tiny_model(), mtp_config(), init="plain"), train_trunk=False).load(tmp_path / "checkpoint-1")
+    rounding = engine_for(attach(tiny_model(), mtp_config(), init="plain").to(torch.bfloat16))
+    before = weights(rounding)
+    with pytest.raises(ForerunError, match=r"in torch\.float32, this run's model in torch\.bfloat16: resume with the"):
+        rounding.load(tmp_path / "checkpoint-1")
+    assert_same(weights(rounding), before)
     (tmp_path / "checkpoint-1" / "trainer_state.json").write_text("{")
     with pytest.raises(ForerunError, match="cannot be read"):
         resumable(0).load(tmp_path / "checkpoint-1")

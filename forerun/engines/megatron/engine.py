@@ -43,6 +43,7 @@ from forerun.engines.megatron.settings import MegatronEngineConfig, check_settin
 from forerun.engines.megatron.weights import file_weights, named_weights
 from forerun.engines.protocol import NonFiniteError
 from forerun.engines.ranks import RankGroup
+from forerun.engines.same_settings import agree_on_settings
 from forerun.engines.saving import Saver, Tensors
 from forerun.errors import UsageError
 from forerun.families import declared_depth
@@ -64,7 +65,7 @@ class MegatronEngine:
         source: the checkpoint that the weights came from; an export takes configuration and tokenizer from there.
 
     Raises:
-        UsageError: what this engine cannot train, with the reason.
+        UsageError: what this engine cannot train, with the reason; ranks have read different configurations.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class MegatronEngine:
         world = dist.get_world_size()
         self.device = torch.device(torch.cuda.current_device())
         self.ranks = RankGroup(DeviceMesh(self.device.type, torch.arange(world)))
+        agree_on_settings(self.blueprint.config, self.ranks)
         self.models = list(chunks)
         for chunk in self.models:
             for name, parameter in chunk.named_parameters():

@@ -134,15 +134,20 @@ def read_part(
         tensors = load_file(path)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ForerunError(f"{reading} cannot be read ({one_line(error)}): resume from an older checkpoint") from error
-    shapes = {name: tensor.shape for name, tensor in _places(models, optimizer).items()}
-    for name in sorted(tensors.keys() - shapes.keys()):
+    wanted = _places(models, optimizer)
+    for name in sorted(tensors.keys() - wanted.keys()):
         key, _, of = name.partition(":")
-        if (shape := shapes.get(f"main.{of}")) is not None:
-            shapes[name] = torch.Size() if key == "step" else shape
-    for name, shape in shapes.items():
-        if name not in tensors or tensors[name].shape != shape:
-            raise ForerunError(f"{path} has no {name} of shape {list(shape)}: it belongs to another model")
-    if strange := sorted(tensors.keys() - shapes.keys()):
+        if (main := wanted.get(f"main.{of}")) is not None:
+            wanted[name] = torch.zeros((), dtype=torch.float32) if key == "step" else main
+    for name, place in wanted.items():
+        if name not in tensors or tensors[name].shape != place.shape:
+            raise ForerunError(f"{path} has no {name} of shape {list(place.shape)}: it belongs to another model")
+        if (dtype := tensors[name].dtype) != place.dtype:  # which copying would round without a word
+            raise ForerunError(
+                f"{path} has {name} in {dtype}, and here it is in {place.dtype}: resume with the model.dtype that it "
+                "was written with"
+            )
+    if strange := sorted(tensors.keys() - wanted.keys()):
         raise ForerunError(f"{path} has {strange[0]}, which has no place here: it belongs to another model")
     return tensors, randoms
 
