@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from forerun.errors import ForerunError
 from forerun.rollout.vllm import offline
 from forerun.rollout.vllm.connection import Asked, Finished
+from forerun.trainers.rollout_engines import make_rollout_engine
+from tests.trainers.tiny import make_model, make_tokenizer
+from tests.trainers.tiny_rl import MTP, settings
 
 # Once up, reads nothing for a second; then ends requests when they are aborted, or at once where they are few.
 CHILD = """
@@ -59,3 +65,35 @@ def test_an_interrupt_while_requests_are_sent_leaves_the_line_whole(
         assert [finished["id"] for finished in seen] == ["0"]
     finally:
         connection.close()
+
+
+# Keeps what it is started with, and does not start.
+TOLD = """
+import json, pathlib, socket, sys
+connection = socket.socket(fileno=int(sys.argv[1]))
+pathlib.Path(__file__).with_name("told.json").write_text(connection.makefile("r").readline())
+connection.sendall(json.dumps({"error": "told"}).encode() + b"\\n")
+"""
+
+
+def test_a_run_s_settings_reach_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleep mode too: docs/first_gpu_run.md asks for it so."""
+    (tmp_path / "forerun_offline.py").write_text(TOLD, encoding="utf-8")
+    monkeypatch.setattr(offline, "INSIDE", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where the log stays
+    make_model().save_pretrained(tmp_path / "trunk")
+    config = settings(
+        tmp_path,
+        *MTP,
+        f"model.path={tmp_path / 'trunk'}",
+        "mtp.enable_rollout=true",
+        "rollout.engine=vllm",
+        f"rollout.python={sys.executable}",
+        "rollout.gpu_memory_utilization=0.4",
+        "rollout.engine_kwargs.enable_sleep_mode=true",
+    )
+    with pytest.raises(ForerunError, match="told"):
+        make_rollout_engine(config, None, make_tokenizer())
+    told = json.loads((tmp_path / "told.json").read_text())["engine"]
+    assert told["enable_sleep_mode"] is True and told["gpu_memory_utilization"] == 0.4
+    assert told["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 1}

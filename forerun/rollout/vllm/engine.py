@@ -76,16 +76,12 @@ class VLLMEngine:
             ForerunError: vLLM does not start.
         """
         arguments = engine_arguments(model_dir, settings)
-        return cls._owning(
-            OfflineConnection(settings.python, arguments | {"sleep": settings.sleep_mode}, settings.environment),
-            bucket_bytes,
-        )
+        return cls._owning(OfflineConnection(settings.python, arguments, settings.environment), bucket_bytes)
 
     @classmethod
     def serve(cls, model_dir: str | Path, settings: LaunchSettings, bucket_bytes: int = BUCKET_BYTES) -> VLLMEngine:
         """As `launch`, but vLLM's own server on a port of loopback; `base_url` says where."""
-        arguments = engine_arguments(model_dir, settings) | {"enable_sleep_mode": settings.sleep_mode or None}
-        url, process = start_server(settings.python, arguments, settings.environment)
+        url, process = start_server(settings.python, engine_arguments(model_dir, settings), settings.environment)
         return cls._owning(ServerConnection(url, process), bucket_bytes)
 
     @classmethod

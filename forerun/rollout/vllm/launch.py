@@ -100,6 +100,7 @@ def engine_arguments(model_dir: str | Path, settings: LaunchSettings) -> dict[st
         "seed": settings.seed,
         "enforce_eager": settings.enforce_eager,
         "enable_prefix_caching": settings.enable_prefix_caching,
+        "enable_sleep_mode": settings.sleep_mode,
         "trust_remote_code": _trusted(model_dir, served.config, settings.trust_remote_code),
         "skip_tokenizer_init": not any((model_dir / name).exists() for name in _TOKENIZERS),
         "generation_config": "vllm",  # a request says how to sample; the checkpoint's own defaults stay out

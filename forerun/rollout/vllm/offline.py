@@ -25,7 +25,7 @@ class OfflineConnection:
 
     Args:
         python: the interpreter that has vLLM.
-        arguments: of vLLM's EngineArgs, and "sleep".
+        arguments: of vLLM's EngineArgs.
         environment: variables for the child.
 
     Raises:

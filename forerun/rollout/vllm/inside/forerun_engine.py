@@ -22,7 +22,7 @@ class Offline:
     """The engine and its calls.
 
     Args:
-        arguments: of vLLM's EngineArgs; "sleep" asks for sleep mode where the platform has it.
+        arguments: of vLLM's EngineArgs. `enable_sleep_mode` holds where the platform has it.
         send: takes an answer.
         inbox: calls; read between two steps of the engine, too.
     """
@@ -30,7 +30,8 @@ class Offline:
     def __init__(
         self, arguments: dict[str, Any], send: Callable[[dict[str, Any]], None], inbox: queue.Queue[dict[str, Any]]
     ) -> None:
-        arguments["enable_sleep_mode"] = arguments.pop("sleep") and current_platform.is_sleep_mode_available()
+        if not current_platform.is_sleep_mode_available():
+            arguments["enable_sleep_mode"] = False
         self.send, self.inbox = send, inbox
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.latest: dict[str, Any] = {}  # what each running request has written
