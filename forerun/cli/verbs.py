@@ -215,8 +215,8 @@ def convert(
     to: Annotated[
         str,
         typer.Option(
-            help="Layout to write: mimo (vLLM drafts with it, for an attached head), megatron (Megatron-Core's names) "
-            "or hf (back from those)."
+            help="What to write: mimo (vLLM drafts with it, for an attached head), megatron (Megatron-Core's names), "
+            "hf (back from those) or bfloat16 (of a checkpoint in FP8)."
         ),
     ],
     fold_norm: Annotated[
@@ -231,11 +231,22 @@ def convert(
     """Write a checkpoint in another layout, or say why it does not fit there."""
 
     def work() -> int:
+        from forerun.checkpoint.dequantise import dequantise
         from forerun.checkpoint.megatron import from_megatron, to_megatron
         from forerun.families.serving import TARGETS
         from forerun.models.serving import export
+        from forerun.report.progress import ProgressBar
 
-        layouts = {"megatron": to_megatron, "hf": from_megatron} | {
+        def to_bfloat16(source: Path, out: Path) -> None:
+            with ProgressBar("convert", None, "tensors") as bar:
+
+                def report(done: int, total: int) -> None:
+                    bar.expect(total)
+                    bar.advance(done - bar.done)
+
+                dequantise(source, out, report=report)
+
+        layouts = {"bfloat16": to_bfloat16, "megatron": to_megatron, "hf": from_megatron} | {
             name: partial(export, to=name, fold_norm=fold_norm) for name in TARGETS
         }
         if to not in layouts:

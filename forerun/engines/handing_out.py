@@ -73,7 +73,7 @@ def _difference(own: Mapping[str, Tensor], first: Layout) -> UsageError | None:
         if here != first.get(name):
             return UsageError(
                 f"this rank's model is not rank 0's, first at {name}: load it from the same checkpoint with the same "
-                "settings (a quantised one cannot be loaded with meta=true)"
+                "settings"
             )
     return None
 

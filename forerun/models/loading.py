@@ -18,6 +18,7 @@ from transformers import logging as transformers_logging
 from transformers.initialization import meta_device_safe_creation_ops
 
 from forerun.checkpoint.ambiguity import refuse_ambiguous
+from forerun.checkpoint.dequantise import refuse_quantised
 from forerun.checkpoint.hub import local_directory
 from forerun.checkpoint.reader import ADAPTER, CONFIG, CheckpointReader
 from forerun.errors import ForerunError, UsageError, one_line
@@ -65,8 +66,8 @@ def load(
     Raises:
         UsageError: not a checkpoint, or one with an adapter in it; `enable=True` on one without MTP; `repeat_layer` on
             one with several layers; a weight of the trunk missing, or a depth declared of which tensors are missing;
-            files that can be read in two ways (see `forerun.checkpoint.ambiguity`); a family that is not supported;
-            an override of a key that is not there.
+            quantised weights; files that can be read in two ways (see `forerun.checkpoint.ambiguity`); a family that is
+            not supported; an override of a key that is not there.
         ForerunError: an MTP tensor has another shape than its place, is quantised, or is one that the family does not
             know; a copy of the embedding or the LM head differs from the trunk's.
     """
@@ -74,6 +75,7 @@ def load(
     if override_config:
         reader.config = overridden_config(reader, override_config, trust_remote_code)
     refuse_megatron_names(path, reader.tensor_names)
+    refuse_quantised(reader)
     if os.path.lexists(reader.path / ADAPTER):  # which transformers reads or not, as peft is installed or not
         raise UsageError(
             f"{path} holds an adapter beside the model, {ADAPTER}: merge the two, by peft's merge_and_unload for "

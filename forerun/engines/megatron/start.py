@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from forerun.checkpoint.ambiguity import refuse_ambiguous
+from forerun.checkpoint.dequantise import refuse_quantised
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.engines.megatron.engine import MegatronEngine
 from forerun.engines.megatron.layout import ParallelLayout
@@ -42,11 +43,12 @@ def start_engine(
 
     Raises:
         UsageError: what cannot be built or trained, with the reason; see `checkpoint.ambiguity` for files that are of
-            two models.
+            two models, `checkpoint.dequantise` for quantised ones.
     """
     block = mtp if mtp.enable else None
     check_settings(config, block, layout)
     source = CheckpointReader(path)
+    refuse_quantised(source)
     if override_config:
         source.config = overridden_config(source, override_config)
     family = family_of(source.config)
