@@ -15,7 +15,7 @@ import json
 import pickle
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +33,7 @@ from forerun.rollout.protocol import Completion, Request, SamplingParams
 
 Fault = Literal["500", "drop", "lost", "hang"]
 _GATHER_S = 0.01
+STANDS_AT = 20
 _UNSEEDED = 42
 
 
@@ -88,6 +89,9 @@ class SGLangServer:
         updates_drafter: a server that leaves the draft worker stale says False.
         end_tokens: the model's own, which end a text unless ignore_eos.
         tokenizer: for stop strings.
+        together: requests that a batch waits for before it begins.
+        awaited_aborts: how many running requests must be aborted before a batch goes on in which one has STANDS_AT
+            tokens. With `together`, what is aborted when is no matter of time.
     """
 
     model: MTPCarrier
@@ -102,6 +106,8 @@ class SGLangServer:
     updates_drafter: bool = True
     end_tokens: tuple[int, ...] = ()
     tokenizer: PreTrainedTokenizerBase | None = None
+    together: int = 1
+    awaited_aborts: int = 0
 
     def __post_init__(self) -> None:
         self.engine = NativeEngine(
@@ -117,6 +123,7 @@ class SGLangServer:
         self.group: Any = None
         self._queue: list[_Waiting] = []
         self._running: list[_Waiting] = []
+        self._aborted: set[str] = set()
         self._lock = threading.Condition()
         self._closed = False
         threading.Thread(target=self._serve_batches, daemon=True).start()
@@ -151,7 +158,7 @@ class SGLangServer:
     def _serve_batches(self) -> None:
         while True:
             with self._lock:
-                self._lock.wait_for(lambda: self._closed or (self._queue and not self.paused))
+                self._lock.wait_for(lambda: self._closed or (len(self._queue) >= self.together and not self.paused))
                 if self._closed:
                     return
             time.sleep(_GATHER_S)
@@ -184,7 +191,16 @@ class SGLangServer:
             by_rid[completion.request_id].done.set()
 
         requests = [Request(w.rid, w.body["input_ids"], self._sampling(w.body["sampling_params"])) for w in batch]
-        self.engine.generate(requests, on_finish=finish)
+        written: Counter[str] = Counter()
+
+        def stand_still(rid: str, tokens: list[int]) -> None:
+            written[rid] += len(tokens)
+            if written[rid] >= STANDS_AT:
+                with self._lock:
+                    enough = self._lock.wait_for(lambda: len(self._aborted) >= self.awaited_aborts, timeout=60)
+                assert enough, f"{self.awaited_aborts} aborts were awaited, {len(self._aborted)} came"
+
+        self.engine.generate(requests, on_finish=finish, on_tokens=stand_still)
 
     def _sampling(self, s: dict[str, Any]) -> SamplingParams:
         if s.get("repetition_penalty", 1.0) != 1.0:
@@ -295,6 +311,9 @@ class SGLangServer:
         for waiting in hit:
             waiting.done.set()
         self.engine.abort(running)
+        with self._lock:
+            self._aborted.update(running)
+            self._lock.notify_all()
 
     # Weights
 

@@ -235,7 +235,7 @@ def test_a_server_that_does_not_draft_drafted_nothing(checkpoint: Path) -> None:
 
 def test_an_abort_ends_one_request_and_no_other(checkpoint: Path) -> None:
     asked = [Request(f"r{i}", [i + 1], SamplingParams(3 if i == 5 else 60, temperature=0)) for i in range(12)]
-    with served(checkpoint) as (_, engine):
+    with served(checkpoint, together=12, awaited_aborts=1) as (_, engine):
         ended = engine.generate(asked, on_finish=lambda c: engine.abort(["r1", "unknown"]))
     whole = native().generate(asked)
     assert [c.finish_reason for c in ended] == ["abort" if i == 1 else "length" for i in range(12)]
@@ -258,16 +258,13 @@ def test_an_abort_that_was_lost_is_sent_again(checkpoint: Path) -> None:
 
     def finish(completion: Completion) -> None:
         if completion.request_id == "r0":
-            deadline = time.monotonic() + 30
-            while server.paths().count("/generate") < 8 and time.monotonic() < deadline:
-                time.sleep(0.001)  # one that has not been sent yet needs no abort
             engine.abort([f"r{i}" for i in range(1, 8)])
 
-    with served(checkpoint) as (server, engine):
+    with served(checkpoint, together=8, awaited_aborts=7) as (server, engine):
         server.fail("/abort_request", *["500"] * 7)
         ended = engine.generate(asked, on_finish=finish)
     assert not server.faults["/abort_request"]
-    assert "abort" in {c.finish_reason for c in ended}
+    assert [c.finish_reason for c in ended] == ["length", *["abort"] * 7]
 
 
 @pytest.mark.parametrize(("fault", "message"), [("500", "HTTP 500"), ("drop", "did not answer /generate")])
@@ -310,6 +307,7 @@ def test_a_request_that_waited_too_long_is_aborted(checkpoint: Path) -> None:
         with pytest.raises(ForerunError, match=r"did not answer /generate \(nothing came for 2 s\)"):
             engine.generate(asked)
         assert [path for path, _ in made.calls][-1] == "/abort_request"
+        engine.client = dataclasses.replace(engine.client, timeout_s=60)
         assert len(engine.generate(asked)) == 1
 
 

@@ -154,9 +154,18 @@ def test_a_worker_whose_engine_fails_is_lost_and_its_answers_are_not(make: Calla
 
 
 class Unreachable(NativeEngine):
-    """From its first call on: nobody hears an abort."""
+    """Nobody hears an abort, and nothing ends before one."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.asked = threading.Event()
+
+    def generate(self, *arguments: Any) -> list[Completion]:
+        assert self.asked.wait(60), "nobody asked for an abort"
+        return super().generate(*arguments)
 
     def abort(self, _: Any) -> None:
+        self.asked.set()
         raise ForerunError("the process has ended")
 
 
@@ -165,9 +174,9 @@ def test_a_worker_whose_engine_cannot_be_asked_to_abort_is_lost(make: Callable[.
     for request in asked(4, max_tokens=64):
         dispatch.add(request)
     pool.serve(dispatch)
-    assert dispatch.held("a")
+    assert len(dispatch.held("a")) == 2
     pool.serve(dispatch, give=False, abort=True)
-    assert [worker.name for worker in pool.workers] == ["b"] and pool.num_reissued > 0
+    assert [worker.name for worker in pool.workers] == ["b"] and pool.num_reissued == 2
     worker = make(Unreachable, name="c")
     worker.submit(asked(1, max_tokens=64))
     with pytest.raises(WorkerLostError, match="rollout worker c: the process has ended"):
