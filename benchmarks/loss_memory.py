@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from forerun.mtp import LossSpec, MTPConfig, fused_loss
+from forerun.mtp import LossSpec, fused_loss
+from forerun.mtp.losses import default_chunk_size
 
 MIB = 2**20
 
@@ -125,7 +126,7 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=49_152)
     parser.add_argument("--hidden", type=int, default=576)
-    parser.add_argument("--chunks", type=int, nargs="+", default=[MTPConfig().chunk_size])
+    parser.add_argument("--chunks", type=int, nargs="+", default=[default_chunk_size("cpu")])
     parser.add_argument("--losses", nargs="+", default=["ce", "soft_ce", "tv"], choices=["ce", "soft_ce", "tv"])
     parser.add_argument("--times", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)

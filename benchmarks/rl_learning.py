@@ -1,6 +1,6 @@
 """Does RL learn, and what does MTP change about it? Four set-ups, four head losses, drafting on and off; JSON lines.
 
-    python benchmarks/rl_learning.py [--seeds 5] [--steps 40] [--out DIR]
+    python benchmarks/rl_learning.py [--seeds 5] [--steps 60] [--out DIR]
 
 A character-level Llama of 0.9 M parameters and its MTP block learn by SFT to spell a word backward (reasoning-gym's
 spell_backward), from data in which two of three answers repeat the word instead. GRPO then rewards the word backward.
