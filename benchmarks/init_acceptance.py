@@ -3,9 +3,9 @@
     python benchmarks/init_acceptance.py [MODEL_DIR] [--tokens 0 10000 30000] [--lr 1e-3] [--starts carry plain ...]
 
 The trunk (SmolLM2-135M-Instruct unless MODEL_DIR names another with its vocabulary, and without a block) is frozen and
-runs once over the packaged text; every start then trains on the same rows in the same order with the same optimizer. Figures are of the
-same held-out responses: the MTP loss, the share of positions where the head chooses as the trunk does (`trunk_top1`),
-and the expected acceptance under rejection sampling at temperature 1. Starts:
+runs once over the packaged text; every start then trains on the same rows in the same order with the same optimizer.
+Figures are of the same held-out responses: the MTP loss, the share of positions where the head chooses as the trunk
+does (`trunk_top1`), and the expected acceptance under rejection sampling at temperature 1. Starts:
 
     carry      attach's default: the trunk's own hidden passed on
     plain      attach(init="plain"): every matrix drawn

@@ -3,11 +3,10 @@
     python benchmarks/step_overhead.py [MODEL_DIR] [--rows 2] [--length 256] [--repeats 5] [--loss ce]
 
 The same joint SFT step of the whole trunk (SmolLM2-135M-Instruct unless MODEL_DIR names another that has no block;
-forward, backward, clipping, AdamW) with and without a head, in isolation "heads", on one model each, taking turns in one
-process so that a busy moment hits both. `time_ratio` is the median over
-the turns of (with / without), `cpu_ratio` the same of the process's own processor time, which other work disturbs less;
-`flops_ratio` that of the floating-point operations of all matrix products, by torch's formulas. `time_over_flops` is
-what the aim is about: at most 1.10.
+forward, backward, clipping, AdamW) with and without a head, in isolation "heads", on one model each, taking turns in
+one process so that a busy moment hits both. `time_ratio` is the median over the turns of (with / without), `cpu_ratio`
+the same of the process's own processor time, which other work disturbs less; `flops_ratio` that of the floating-point
+operations of all matrix products, by torch's formulas. `time_over_flops` is what the aim is about: at most 1.10.
 """
 
 from __future__ import annotations
