@@ -7,8 +7,9 @@ of zeros to a trunk that has none.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,6 +75,12 @@ class ServedFiles:
     def is_drafter(self, name: str) -> bool:
         """Whether a weight belongs to the MTP block, by its name in the files or at the trainer."""
         return self.family.owns(name, self.depth, self._layers)
+
+
+def written_dtype(config: Mapping[str, Any]) -> str:
+    """The dtype that a config.json names, "auto" if it names none."""
+    section = text_section(config)
+    return section.get("dtype") or section.get("torch_dtype") or config.get("dtype") or "auto"
 
 
 def split_experts(named_tensors: Iterable[Named], family: FamilyRecord, stored: Container[str]) -> Iterator[Named]:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import UsageError
-from forerun.families import text_section
 from forerun.models import configuration_mimo
-from forerun.rollout.served import ServedFiles
+from forerun.rollout.served import ServedFiles, written_dtype
 
 # Arguments of EngineArgs that are not for `engine_kwargs` of an RL run, and what decides them.
 SET_BY_FORERUN = {
@@ -92,7 +91,7 @@ def engine_arguments(model_dir: str | Path, settings: LaunchSettings) -> dict[st
         )
     arguments: dict[str, Any] = {
         "model": str(model_dir),
-        "dtype": _dtype(served.config) if settings.dtype == "auto" else settings.dtype,
+        "dtype": written_dtype(served.config) if settings.dtype == "auto" else settings.dtype,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
@@ -115,11 +114,6 @@ def engine_arguments(model_dir: str | Path, settings: LaunchSettings) -> dict[st
         arguments["per_request_spec_decode_metrics"] = "detailed"
     arguments = {name: value for name, value in arguments.items() if value is not None}
     return arguments | dict(settings.engine_args)
-
-
-def _dtype(config: Mapping[str, Any]) -> str:
-    section = text_section(config)
-    return section.get("dtype") or section.get("torch_dtype") or config.get("dtype") or "auto"
 
 
 def _trusted(model_dir: Path, config: Mapping[str, Any], asked: bool | None) -> bool:
