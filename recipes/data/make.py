@@ -41,6 +41,7 @@ def rl_rows(count: int) -> Iterable[dict[str, Any]]:
 
 
 def main(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
     for name, rows in (("sft.jsonl", sft_rows(96)), ("rl.jsonl", rl_rows(64))):
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (directory / name).write_text(text, encoding="utf-8")
