@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -47,7 +49,8 @@ class MTPCarrier(PreTrainedModel):
         mtp_config: how it is trained.
         mtp_family: what its checkpoints look like.
         mtp_layout: which of the family's ways its own checkpoint has.
-        mtp_loss_scale: what the trainer multiplies its own loss by before backward, see `forerun.mtp.graft`.
+        mtp_loss_scale: what the trainer multiplies its own loss by before backward, see `forerun.mtp.graft`; None is 1,
+            as nobody has said.
         mtp_accumulation_steps: forwards per optimizer step; divides the loss where the trainer hands down no count of
             the whole batch (`num_items_in_batch`).
         mtp_stats: sums since the last `pop_mtp_stats`, over the forwards that grafted a loss.
@@ -58,7 +61,7 @@ class MTPCarrier(PreTrainedModel):
     mtp_config: MTPConfig
     mtp_family: FamilyRecord
     mtp_layout: Layout
-    mtp_loss_scale: LossScale
+    mtp_loss_scale: LossScale | None
     mtp_accumulation_steps: int
     mtp_stats: MTPStats | None
     mtp_source: Path | None
@@ -108,7 +111,7 @@ def make_carrier(
     model.mtp_config = mtp
     model.mtp_family = family
     model.mtp_layout = layout
-    model.mtp_loss_scale = 1.0
+    model.mtp_loss_scale = None
     model.mtp_accumulation_steps = 1
     model.mtp_stats = None
     model.mtp_source = None
@@ -208,7 +211,22 @@ def _grafted(model: MTPCarrier, hidden_states: Tensor, labels: Tensor, call: Map
     )
     model.mtp_stats = output.stats if model.mtp_stats is None else model.mtp_stats.merge(output.stats)
     loss = output.loss if items is not None else output.loss / model.mtp_accumulation_steps
-    return graft(hidden_states, loss, model.mtp_loss_scale)
+    scale = model.mtp_loss_scale
+    if scale is None:
+        scale = 1.0
+        if items is not None and dist.is_initialized() and dist.get_world_size() > 1:
+            _warn_of_ranks(dist.get_world_size())
+    return graft(hidden_states, loss, scale)
+
+
+@functools.cache
+def _warn_of_ranks(num_ranks: int) -> None:
+    warnings.warn(
+        f"{num_ranks} ranks train, and a trainer that averages gradients over them multiplies its own loss by as many: "
+        "the MTP block gets that part of its gradient unless the trainer gets callbacks=[MTPCallback()], from "
+        "forerun.trainers.hf_callback (or model.mtp_loss_scale is set)",
+        stacklevel=2,
+    )
 
 
 def _rename_on_load(model: MTPCarrier, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:

@@ -335,8 +335,8 @@ _GRADIENTS = [
         "graft-needs-a-graph",
         "With a frozen or recomputed trunk the hidden has no graph, and the MTP loss is dropped without a word.",
         "forerun.models.carrier",
-        "return graft(hidden_states, loss, model.mtp_loss_scale)",
-        "return graft(hidden_states, loss, model.mtp_loss_scale) if hidden_states.requires_grad else hidden_states",
+        "return graft(hidden_states, loss, scale)",
+        "return graft(hidden_states, loss, scale) if hidden_states.requires_grad else hidden_states",
         (f"{TRAINING}::test_a_frozen_trunk_gets_no_gradient_and_the_block_learns",),
     ),
     Mutation(
@@ -371,8 +371,8 @@ _GRADIENTS = [
         "factor-applied-twice",
         "The loss is scaled where it is made and again where it is grafted.",
         "forerun.models.carrier",
-        "return graft(hidden_states, loss, model.mtp_loss_scale)",
-        "return graft(hidden_states, loss * model.mtp_config.mtp_loss_scaling_factor, model.mtp_loss_scale)",
+        "return graft(hidden_states, loss, scale)",
+        "return graft(hidden_states, loss * model.mtp_config.mtp_loss_scaling_factor, scale)",
         (SAME_PATHS + "[train_by_hidden]",),
     ),
     Mutation(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import Tensor
 
 from forerun import MTPConfig, attach
 from forerun.models.carrier import MTPCarrier
 from forerun.trainers.hf_callback import MTPCallback
 from tests.models.tiny import gradients, tiny_model, token_rows
+from tests.mtp.ranks import Ranks
 
 
 def carrier() -> MTPCarrier:
@@ -53,39 +58,43 @@ def test_accumulation_steps_divide_where_no_count_is_handed_down() -> None:
     assert_same(head_gradients(split), head_gradients(whole))
 
 
+LABELS = token_rows(2, 12)
+LABELS[1, :7] = -100
+ITEMS = (LABELS[:, 1:] != -100).sum(dim=1)
+
+
+def forward(model: MTPCarrier, rank: int, averaged: bool) -> None:
+    count = ITEMS.sum() if averaged else ITEMS[rank]
+    row = slice(rank, rank + 1)
+    model(input_ids=token_rows(2, 12)[row], labels=LABELS[row], num_items_in_batch=count).loss.backward()
+
+
+def rank_trains(group: dist.ProcessGroup, averaged: bool) -> dict[str, Tensor]:
+    """What the optimizer of this rank would step by."""
+    settings = {"fp16": False, "gradient_accumulation_steps": 1, "max_grad_norm": 1.0, "n_gpu": 0}
+    args: Any = SimpleNamespace(world_size=group.size(), average_tokens_across_devices=averaged, **settings)
+    Accelerator(cpu=True)  # as a trainer has one
+    model, callback = carrier(), MTPCallback(max_grad_norm=0)  # no clipping
+    callback.on_train_begin(args, None, None, model=model)
+    forward(model, group.rank(), averaged)
+    callback.on_pre_optimizer_step(args, None, None)
+    return head_gradients(model)
+
+
 @pytest.mark.parametrize("averaged", [True, False])
-def test_ranks_with_uneven_counts_give_the_gradient_of_the_whole(averaged: bool) -> None:
+def test_ranks_with_uneven_counts_give_the_gradient_of_the_whole(averaged: bool, tmp_path: Path) -> None:
     """With average_tokens_across_devices the Trainer counts over all ranks and multiplies its loss by their number,
     because their gradients are then averaged; without, each rank's count is its own."""
-    ids = token_rows(2, 12)
-    labels = ids.clone()
-    labels[1, :7] = -100
-    items = (labels[:, 1:] != -100).sum(dim=1)
-    args = SimpleNamespace(
-        fp16=False,
-        gradient_accumulation_steps=1,
-        world_size=2,
-        average_tokens_across_devices=averaged,
-        max_grad_norm=1.0,
-    )
-    ranks = []
+    reference: dict[str, Tensor] = {}
     for rank in range(2):
         model = carrier()
-        callback = MTPCallback(max_grad_norm=0)  # no clipping
-        callback.on_train_begin(args, None, None, model=model)  # type: ignore[arg-type]
-        count = items.sum() if averaged else items[rank]
-        model(input_ids=ids[rank : rank + 1], labels=labels[rank : rank + 1], num_items_in_batch=count).loss.backward()
-        callback.on_pre_optimizer_step(args, None, None)  # type: ignore[arg-type]
-        ranks.append(head_gradients(model))
-    reference = {}
-    for rank in range(2):
-        model = carrier()
-        count = items.sum() if averaged else items[rank]
-        model(input_ids=ids[rank : rank + 1], labels=labels[rank : rank + 1], num_items_in_batch=count).loss.backward()
+        forward(model, rank, averaged)
         for name, grad in head_gradients(model).items():
             # Averaged over ranks: a global count gives the sum of the ranks' shares, a count of their own the mean.
             reference[name] = reference.get(name, 0) + (grad if averaged else grad / 2)
-    assert_same({name: (ranks[0][name] + ranks[1][name]) / 2 for name in reference}, reference)
+    with Ranks(2, [2], tmp_path / "store") as ranks:
+        for found in ranks.run(rank_trains, [averaged] * 2):
+            assert_same(found, reference)
 
 
 def test_a_packed_row_that_the_trunk_takes_for_one_document_is_told(recwarn: pytest.WarningsRecorder) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
@@ -155,3 +157,16 @@ def test_checkpoints_of_the_trainer_resume(make: Make, tmp_path: Path) -> None:
 def test_the_callback_refuses_a_plain_model(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="attach"):
         hf_trainer(tiny_model(dtype=torch.float32), tmp_path, [MTPCallback()]).train()
+
+
+def test_the_callback_refuses_ranks_that_hold_parts_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, callback = attached(), MTPCallback()
+    trainer = hf_trainer(model, tmp_path, [callback])
+    monkeypatch.setattr(trainer.args, "_n_gpu", 2)
+    with pytest.raises(UsageError, match="not train on 2 GPUs in one process: start it with torchrun"):
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=model)
+    monkeypatch.setattr(AcceleratorState(), "distributed_type", DistributedType.FSDP)  # one state for all
+    with pytest.raises(UsageError, match="not FSDP: use forerun sft for FSDP2"):
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=model)
