@@ -31,7 +31,6 @@ from tests.oracles.test_vllm import save
 
 pytestmark = pytest.mark.oracle
 
-SHARED_MEMORY = Path("/dev/shm")
 BUCKET = 30_000  # bytes: several per model, and less than the embedding, which goes alone
 PROMPTS = [[(37 * i + 3 * j * j) % (served_models.VOCAB - 1) + 1 for j in range(2 + i)] for i in range(8)]
 
@@ -145,13 +144,11 @@ def test_an_update_that_breaks_off_is_sent_again(
     engine.update_weights(named_weights(model), 10)
     before = engine.generate(asked(SamplingParams(max_tokens=20, temperature=0)))
     weights = dict(named_weights(model))
-    others = set(SHARED_MEMORY.glob("forerun-weights-*"))  # of other processes
-    files = 0
+    files: list[Path] = []
 
     def full(tensors: dict[str, torch.Tensor], path: Path) -> None:
-        nonlocal files
-        files += 1
-        if files == 4:
+        files.append(path)
+        if len(files) == 4:
             raise OSError("No space left on device")
         save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, path)
 
@@ -166,7 +163,8 @@ def test_an_update_that_breaks_off_is_sent_again(
     after = engine.generate(asked(SamplingParams(max_tokens=20, temperature=0)))
     assert [text.token_ids for text in after] == [text.token_ids for text in before]
     assert engine.drafter_digest() == trainers_digest(model)
-    assert set(SHARED_MEMORY.glob("forerun-weights-*")) <= others
+    (directory,) = {path.parent for path in files}
+    assert not directory.exists()
 
 
 @pytest.mark.parametrize(
