@@ -8,11 +8,11 @@ is isolated, and over several ranks the block trains on a fraction of its gradie
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -50,9 +50,12 @@ class MTPCallback(TrainerCallback):
             raise UsageError("MTPCallback needs a model with an MTP block: pass it through forerun.attach first")
         if args.fp16:
             raise UsageError("MTPCallback does not train under fp16 loss scaling: use bf16=True")
-        kind = AcceleratorState().distributed_type.name
-        if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
-            raise UsageError(f"MTPCallback trains under DistributedDataParallel, not {kind}: use forerun sft for FSDP2")
+        for kind in ("fsdp", "deepspeed"):
+            # By its own argument, or as `accelerate launch` says it.
+            if getattr(args, kind, None) or os.environ.get(f"ACCELERATE_USE_{kind.upper()}", "").lower() == "true":
+                raise UsageError(
+                    f"MTPCallback trains under DistributedDataParallel, not under {kind}: forerun sft trains with FSDP2"
+                )
         if args.n_gpu > 1:
             raise UsageError(
                 f"MTPCallback does not train on {args.n_gpu} GPUs in one process: start it with torchrun, or set "

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor
 
 from forerun import MTPConfig, attach
@@ -73,7 +72,6 @@ def rank_trains(group: dist.ProcessGroup, averaged: bool) -> dict[str, Tensor]:
     """What the optimizer of this rank would step by."""
     settings = {"fp16": False, "gradient_accumulation_steps": 1, "max_grad_norm": 1.0, "n_gpu": 0}
     args: Any = SimpleNamespace(world_size=group.size(), average_tokens_across_devices=averaged, **settings)
-    Accelerator(cpu=True)  # as a trainer has one
     model, callback = carrier(), MTPCallback(max_grad_norm=0)  # no clipping
     callback.on_train_begin(args, None, None, model=model)
     forward(model, group.rank(), averaged)

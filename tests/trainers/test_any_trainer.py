@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
@@ -167,6 +165,10 @@ def test_the_callback_refuses_ranks_that_hold_parts_of_the_model(
     monkeypatch.setattr(trainer.args, "_n_gpu", 2)
     with pytest.raises(UsageError, match="not train on 2 GPUs in one process: start it with torchrun"):
         callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=model)
-    monkeypatch.setattr(AcceleratorState(), "distributed_type", DistributedType.FSDP)  # one state for all
-    with pytest.raises(UsageError, match="not FSDP: use forerun sft for FSDP2"):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as accelerate launch does
+    with pytest.raises(UsageError, match="not under fsdp: forerun sft trains with FSDP2"):
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=model)
+    monkeypatch.undo()
+    monkeypatch.setattr(trainer.args, "deepspeed", {"zero_optimization": {"stage": 2}})
+    with pytest.raises(UsageError, match="not under deepspeed"):
         callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=model)
