@@ -16,6 +16,7 @@ from forerun.rollout.local_worker import LocalWorker
 from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import Completion, Request
 from forerun.trainers.asynchronous.trainer import AsyncRLTrainer
+from forerun.trainers.experience import Figures, Sample
 from forerun.trainers.rl import RLTrainer
 from forerun.trainers.setup import engine_config
 from tests.trainers.tiny import make_model, make_tokenizer
@@ -61,6 +62,7 @@ class GatedEngine(NativeEngine):
 
     needed: Callable[[], int]
     size: int
+    standing: threading.Event
 
     def generate(
         self, requests: Sequence[Request], on_finish: Callable[[Completion], None] | None = None, _: Any = None
@@ -73,7 +75,9 @@ class GatedEngine(NativeEngine):
         later = all(int(running.split("-")[0]) > self.needed() for running in self._call.unfinished)
         rows = self._call.run.scheduler.decoding
         if later and len(rows) == self.size and all(len(row.token_ids) > 2 for row in rows):
+            self.standing.set()
             assert self.asked.wait(60), "nobody asked for an abort"
+            self.standing.clear()
 
     def abort(self, request_ids: Any) -> None:
         super().abort(request_ids)
@@ -85,10 +89,20 @@ def gated(tmp_path: Path, *more: str) -> AsyncRLTrainer:
     options = [*ASYNC, *DRAFT, "rollout.max_response_length=24", "rollout.n=3", *more]
     config = settings(tmp_path, *options)
     engine = training_engine(config)
-    rollout = GatedEngine(engine.model, num_speculative_tokens=2, products="linear")
+    size = config.train_batch_size * config.rollout.n
+    # It is given two steps' requests at once. The first step's run together, and the later ones behind them.
+    rollout = GatedEngine(engine.model, num_speculative_tokens=2, products="linear", max_num_seqs=size)
     assert isinstance(rollout, GatedEngine)
-    size = config.train_batch_size * config.rollout.n  # a step's requests run together, and later ones behind them
-    made = asynchronous(tmp_path, *options, engine=engine, workers=[LocalWorker(rollout, size, "gated")])
-    rollout.needed, rollout.size = lambda: made.rl_step, size
+    made = asynchronous(tmp_path, *options, engine=engine, workers=[LocalWorker(rollout, 2 * size, "gated")])
+    rollout.needed, rollout.size, rollout.standing = lambda: made.rl_step, size, threading.Event()
     made.requests = replace(made.requests, stop_token_ids=())
+    update = made.update
+
+    def behind_it(samples: Sequence[Sample]) -> Figures:
+        """An update that ends when the engine stands still."""
+        trained = update(samples)
+        assert rollout.standing.wait(60), "the engine has not come to stand"
+        return trained
+
+    made.update = behind_it  # type: ignore[method-assign]
     return made
