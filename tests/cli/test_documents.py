@@ -7,6 +7,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -50,8 +51,9 @@ def commands() -> Iterator[tuple[str, list[str]]]:
         lines = [re.sub(r"^[\d. ]*(?:[A-Z_]+=\S* +)*", "", line) for line in text_of(page).splitlines()]
         for line in [*lines, *inline(page)]:
             for command in re.sub(r"\s+#.*", "", line).split(" && "):
-                if command.split(" ")[0] in PROGRAMS and "<" not in command and not command.count('"') % 2:
-                    yield f"{page.name}: {command}", shlex.split(re.sub(r"[\[\]](?!\S*=)", " ", command))
+                if command.split(" ")[0] in PROGRAMS and "<" not in command:
+                    with suppress(ValueError):  # prose: a quote without its other end
+                        yield f"{page.name}: {command}", shlex.split(re.sub(r"[\[\]](?!\S*=)", " ", command))
 
 
 def test_links_lead_somewhere() -> None:
