@@ -6,12 +6,13 @@ gradient, and head-only isolation would no longer leave the trunk bit-identical 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from forerun.errors import UsageError
@@ -68,9 +69,7 @@ class ParameterGroups:
         return {**self.trunk, **self.mtp}
 
 
-def build_optimizer(
-    groups: ParameterGroups, config: OptimizerConfig
-) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LRScheduler]:
+def build_optimizer(groups: ParameterGroups, config: OptimizerConfig) -> tuple[torch.optim.AdamW, LambdaLR]:
     """The optimizer, with up to four groups named trunk, trunk_no_decay, mtp, mtp_no_decay, and its schedule.
 
     Raises:
@@ -99,6 +98,20 @@ def build_optimizer(
     except ValueError as error:
         raise UsageError(f"lr_scheduler_type={config.lr_scheduler_type!r} cannot be used: {error}") from None
     return optimizer, scheduler
+
+
+def resume_schedule(scheduler: LambdaLR, saved: Mapping[str, Any]) -> None:
+    """Go on at the step of a saved schedule, at the rates of this one: settings may have changed since.
+
+    Args:
+        saved: its `state_dict`, less the functions.
+    """
+    kept = {key: value for key, value in saved.items() if key not in ("base_lrs", "_last_lr")}
+    scheduler.load_state_dict({**kept, "lr_lambdas": [None] * len(scheduler.lr_lambdas)})
+    rates = [base * of(scheduler.last_epoch) for base, of in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates  # which it computes itself at each step, and not when it is loaded
 
 
 def _fused(parameters: Iterable[Tensor]) -> bool | None:

@@ -7,6 +7,7 @@ MTP loss -> main loss -> backward. Neither loss ever holds the whole batch's log
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +32,7 @@ from forerun.engines.optimizer import (
     build_optimizer,
     clip_gradients,
     learning_rates,
+    resume_schedule,
 )
 from forerun.engines.protocol import NonFiniteError
 from forerun.engines.random_state import random_state
@@ -51,6 +53,8 @@ from forerun.models.trunk import base_model
 from forerun.mtp.config import MTPConfig
 from forerun.mtp.stats import MTPStats
 from forerun.report.atomic import failures
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -353,11 +357,10 @@ class TorchEngine:
         saved.read(own, moments)
         document = saved.document
         restore_optimizer(self.optimizer, named, moments)
-        self.scheduler.load_state_dict(
-            {**document["scheduler"], "lr_lambdas": [None] * len(self.optimizer.param_groups)}
-        )
-        for group, lr in zip(self.optimizer.param_groups, document["learning_rates"], strict=True):
-            group["lr"] = lr
+        resume_schedule(self.scheduler, document["scheduler"])
+        if (rates := self.scheduler.get_last_lr()) != document["learning_rates"]:
+            told = "resuming at learning rates of %s by the settings as they are now; the checkpoint's were %s"
+            logger.warning(told, rates, document["learning_rates"])
         saved.restore_random_state()
         self.global_step = int(document["global_step"])
         return document["extra"]

@@ -138,7 +138,9 @@ def rollout_figures(samples: Sequence[Sample]) -> Figures:
     """Rewards, response lengths and speculation of one rollout; None where the engine cannot say."""
     rewards = [sample.reward.score for sample in samples]
     lengths = [len(sample.completion.token_ids) for sample in samples]
-    solved = {sample.group: {s.reward.score for s in samples if s.group == sample.group} for sample in samples}
+    solved: dict[int, set[float]] = {}
+    for sample in samples:
+        solved.setdefault(sample.group, set()).add(sample.reward.score)
     figures: Figures = {
         "reward_mean": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),

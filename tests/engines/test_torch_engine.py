@@ -357,6 +357,30 @@ def test_resume_in_a_new_process_is_bit_identical(tmp_path: Path) -> None:
     assert torch.equal(draw, resumed["draw"])
 
 
+def test_a_resume_takes_the_rates_that_the_settings_say_now(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lower ones, say, after a loss that was not finite."""
+
+    def made(lr: float) -> TorchEngine:
+        optimizer = OptimizerConfig(lr=lr, mtp_lr=2 * lr, lr_scheduler_type="linear", warmup_steps=2, total_steps=10)
+        return TorchEngine(attach(tiny_model(), mtp_config(), init="plain"), TorchEngineConfig(optimizer=optimizer))
+
+    def rates(engine: TorchEngine) -> list[float]:
+        return [group["lr"] for group in engine.optimizer.param_groups]
+
+    straight = made(1e-2)
+    train(straight, 3)
+    straight.save(tmp_path / "checkpoint-3")
+    for lr in (1e-2, 1e-4):
+        resumed = made(lr)
+        resumed.load(tmp_path / "checkpoint-3")
+        told = [message for message in caplog.messages if "settings as they are now" in message]
+        assert len(told) == (lr != 1e-2)
+        for left in (7, 6):  # of the eight steps in which the rate falls to zero
+            assert rates(resumed) == pytest.approx([lr * left / 8] * 2 + [2 * lr * left / 8] * 2, rel=1e-12)
+            assert lr != 1e-2 or left != 7 or rates(resumed) == rates(straight)
+            train(resumed, 1, first=3)
+
+
 def test_a_checkpoint_is_also_a_hugging_face_directory(tmp_path: Path) -> None:
     engine = resumable(0)
     train(engine, 1)

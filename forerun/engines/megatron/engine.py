@@ -41,6 +41,7 @@ from forerun.engines.megatron.saved_parts import (
 )
 from forerun.engines.megatron.settings import MegatronEngineConfig, check_settings
 from forerun.engines.megatron.weights import file_weights, named_weights
+from forerun.engines.optimizer import resume_schedule
 from forerun.engines.protocol import NonFiniteError
 from forerun.engines.ranks import RankGroup
 from forerun.engines.same_settings import agree_on_settings
@@ -387,7 +388,7 @@ class MegatronEngine:
         document = self.ranks.on_first(lambda: read_document(directory, self._divided()))
         part = self.ranks.on_each(lambda: read_part(directory, self.ranks.rank, self.models, self.optimizer))
         restore_part(*part, self.models, self.optimizer)  # once every rank has its own
-        self.optimizer.schedule.load_state_dict({**document["schedule"], "lr_lambdas": [None]})
+        resume_schedule(self.optimizer.schedule, document["schedule"])
         self.global_step = int(document["global_step"])
         return document["extra"]
 
