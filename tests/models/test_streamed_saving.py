@@ -134,7 +134,7 @@ def test_a_kill_at_any_instant_leaves_the_one_or_the_other(tmp_path: Path) -> No
     what a kill left takes its place as well, whole at any instant, and clears up."""
     command = [sys.executable, "-m", "tests.models.killed_exports", str(tmp_path / "killed")]
     root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     files = {}
     for size in (MANY, ONE):

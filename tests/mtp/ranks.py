@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT_S = 60.0
+# For their start, in which a busy machine may take minutes over the imports.
+START_S = 300.0
 # What the ranks need and takes seconds to import: once, in the server that they are forked from.
 PRELOADED = ["forerun", "hypothesis", "transformers.models.llama.modeling_llama", "forerun.engines.megatron.engine"]
 
@@ -31,6 +33,7 @@ class Ranks:
         context.set_forkserver_preload(PRELOADED)
         self._connections: list[Connection] = []
         self._processes = []
+        self._up = False
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -54,6 +57,12 @@ class Ranks:
 
     def run(self, task: Task, arguments: Sequence[Any]) -> list[Any]:
         """`task(group, arguments[rank])` on the group of the first len(arguments) ranks; their results in order."""
+        if not self._up:
+            for rank, connection in enumerate(self._connections):
+                if not connection.poll(START_S):
+                    raise TimeoutError(f"rank {rank} has not started within {START_S:g} s")
+                connection.recv()
+            self._up = True
         chosen = self._connections[: len(arguments)]
         for connection, argument in zip(chosen, arguments, strict=True):
             connection.send((task, len(arguments), argument))
@@ -73,6 +82,7 @@ def _serve(rank: int, world_size: int, sizes: Sequence[int], store: str, connect
     timeout = datetime.timedelta(seconds=TIMEOUT_S / 2)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
     groups = {size: dist.new_group(list(range(size)), timeout=timeout) for size in sizes}
+    connection.send("up")
     while True:
         try:
             task, size, argument = connection.recv()
