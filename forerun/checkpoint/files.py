@@ -3,7 +3,7 @@
 A name in a directory may be a symbolic link. It is followed only to a file inside the same directory, or, where the
 directory is a snapshot of a Hugging Face hub cache (`models--*/snapshots/<revision>`), inside the same repository's
 folder `models--*`, where the hub keeps its blobs. A checkpoint that somebody else made can so never have a file of the
-reader's own machine read as if it were its own.
+reader's own machine read as if it were its own. Links that this process has made itself are another matter (`linked`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ MAX_JSON_DEPTH = 100
 
 # Where `forerun demo` leaves its model, from which recipes and examples start.
 DEMO_MODEL = Path("forerun-demo/model")
+
+# Directories of links that this process has made -> the checkpoint whose files they lead to; see `linked`.
+_LINKED: dict[Path, Path] = {}
 
 # How files begin that are often found where safetensors should be. None is ever opened as what it is.
 _BEGINNINGS = (
@@ -64,14 +69,31 @@ def locate(directory: Path, name: str) -> Path:
         if os.path.lexists(path):
             raise UsageError(f"{directory}: {shown(name)} is no regular file: copy the file there")
         raise UsageError(f"{directory} lacks {shown(name)}: copy the missing file there")
-    home = Path(os.path.realpath(directory))
-    if home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--"):
-        home = home.parent.parent
-    if not Path(os.path.realpath(path)).is_relative_to(home):
+    home, found = Path(os.path.realpath(directory)), Path(os.path.realpath(path))
+    if not any(found.is_relative_to(_whole_of(place)) for place in (home, _LINKED.get(home, home))):
         raise UsageError(
             f"{directory}: {shown(name)} is a symbolic link that leads out of the directory: copy the file there"
         )
     return path
+
+
+def _whole_of(home: Path) -> Path:
+    """The repository's folder, where a directory is a snapshot of it; else the directory."""
+    snapshot = home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--")
+    return home.parent.parent if snapshot else home
+
+
+@contextmanager
+def linked(directory: Path, source: Path) -> Iterator[None]:
+    """Within it, links in `directory`, which this process makes and nobody else writes to, may lead where those in the
+    checkpoint directory `source` may.
+    """
+    made = Path(os.path.realpath(directory))
+    _LINKED[made] = Path(os.path.realpath(source))
+    try:
+        yield
+    finally:
+        del _LINKED[made]
 
 
 def read_json_object(directory: Path, name: str) -> dict[str, Any]:

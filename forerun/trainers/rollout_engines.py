@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,18 +13,17 @@ from forerun.engines.protocol import TrainingEngine
 from forerun.engines.ranks import RankGroup
 from forerun.engines.torch_engine import TorchEngine
 from forerun.errors import UsageError
-from forerun.families import family_of
-from forerun.models.serving import export
 from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import RolloutEngine
+from forerun.rollout.served import written_dtype
 from forerun.trainers.ranked import RankedRollout
+from forerun.trainers.served_model import served_model
 from forerun.trainers.setup import load_model, resolve_device
 
 if TYPE_CHECKING:
     from forerun.rollout.sglang.engine import SGLangEngine
     from forerun.rollout.vllm.engine import VLLMEngine
 
-Started = TypeVar("Started")
 Engine = TypeVar("Engine", bound=RolloutEngine)
 
 
@@ -104,7 +99,8 @@ def _vllm(config: RLConfig, engine: TrainingEngine | None, tokenizer: PreTrained
         trust_remote_code=config.model.trust_remote_code or None,
         engine_args={"tensor_parallel_size": rollout.tensor_model_parallel_size, **rollout.engine_kwargs},
     )
-    return _served(config, engine, tokenizer, lambda path: VLLMEngine.launch(path, settings, bucket_bytes))
+    with served_model(config, engine, tokenizer) as path:
+        return VLLMEngine.launch(path, settings, bucket_bytes)
 
 
 def _sglang(config: RLConfig, engine: TrainingEngine | None, tokenizer: PreTrainedTokenizerBase | None) -> SGLangEngine:
@@ -116,14 +112,13 @@ def _sglang(config: RLConfig, engine: TrainingEngine | None, tokenizer: PreTrain
         connected = SGLangEngine(rollout.base_url, bucket_bytes=bucket_bytes, seed=config.trainer.seed)
         return _drafting_as_set(config, rollout.base_url, connected)
     assert rollout.python is not None
-    python = rollout.python
-
-    def launch(path: Path) -> SGLangEngine:
+    with served_model(config, engine, tokenizer) as path:
         settings = LaunchSettings(
             model_dir=path,
-            python=python,
+            python=rollout.python,
             tensor_parallel_size=rollout.tensor_model_parallel_size,
-            dtype=rollout.dtype,
+            # SGLang's own "auto" makes float32 ones float16.
+            dtype=written_dtype(CheckpointReader(path).config) if rollout.dtype == "auto" else rollout.dtype,
             max_num_seqs=rollout.max_num_seqs,
             max_model_len=rollout.max_prompt_length + rollout.max_response_length,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
@@ -133,8 +128,6 @@ def _sglang(config: RLConfig, engine: TrainingEngine | None, tokenizer: PreTrain
             seed=config.trainer.seed,
         )
         return SGLangEngine.launch(settings, config.mtp, bucket_bytes=bucket_bytes, seed=config.trainer.seed)
-
-    return _served(config, engine, tokenizer, launch)
 
 
 def _drafting_as_set(config: RLConfig, base_url: str, engine: Engine) -> Engine:
@@ -151,7 +144,7 @@ def _drafting_as_set(config: RLConfig, base_url: str, engine: Engine) -> Engine:
     return engine
 
 
-def _whole_model(config: RLConfig, engine: TorchEngine | None, ranks: RankGroup | None = None) -> PreTrainedModel:
+def _whole_model(config: RLConfig, engine: TorchEngine | None, ranks: RankGroup | None) -> PreTrainedModel:
     """The training engine's model; where there is none, or that lies in shards, the model that the run starts from.
 
     Where several ranks are to have that, and all call this, the first one reads it and sends it to the others' devices.
@@ -163,28 +156,3 @@ def _whole_model(config: RLConfig, engine: TorchEngine | None, ranks: RankGroup 
     if ranks is not None and agree_on_weights(model, ranks):
         hand_out([*model.parameters(), *model.buffers()], ranks, device)
     return model
-
-
-def _served(
-    config: RLConfig,
-    engine: TrainingEngine | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    start: Callable[[Path], Started],
-) -> Started:
-    """Start a server on the model as it stands, written in a layout that servers know; it is read at the start only."""
-    folder = Path(tempfile.mkdtemp(prefix="forerun-rollout-"))
-    try:
-        path = folder / "model"
-        if engine is None or (isinstance(engine, TorchEngine) and engine.ranks.sharded):  # whose export takes all ranks
-            _whole_model(config, engine).save_pretrained(path)
-        else:
-            engine.export(path)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(path)
-        family = family_of(CheckpointReader(path).config)
-        if not family.model_types:  # a block that `forerun.attach` made, which no server knows by its own name
-            export(path, folder / "served")
-            path = folder / "served"
-        return start(path)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

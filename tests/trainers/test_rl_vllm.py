@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from forerun.engines.torch_engine import TorchEngine
 from forerun.launch.command import run
 from forerun.models.attach import attach
+from forerun.models.serving import export
 from forerun.mtp.config import MTPConfig
 from forerun.rollout.vllm import VLLMEngine
 from forerun.trainers.rl import RLTrainer
-from forerun.trainers.setup import engine_config
 from tests.trainers.tiny import make_tokenizer
 from tests.trainers.tiny_rl import MTP, PROMPTS, ShareOfWord, settings
 
@@ -51,12 +50,24 @@ def drafted_steps(run: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_rolls_out_on_vllm(vllm_env: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started on links to the run's own files, under a config.json of its own."""
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    config = settings(tmp_path, *MTP, *on_vllm(vllm_env))
-    model, tokenizer = make_model(config.mtp)
-    engine = TorchEngine(model, engine_config(config.engine, config.optim, config.mtp, total_steps=2))
-    made = RLTrainer(config, prompts=PROMPTS, engine=engine, reward=ShareOfWord(), tokenizer=tokenizer)
+    model, tokenizer = make_model(MTPConfig(enable=True))
+    model.save_pretrained(tmp_path / "attached")
+    export(tmp_path / "attached", tmp_path / "model")
+    own = [f"model.path={tmp_path / 'model'}", "model.override_config.max_position_embeddings=48"]
+    config = settings(tmp_path, *MTP, *on_vllm(vllm_env), *own)
+    launch, seen = VLLMEngine.launch, []
+
+    def look(path: Path, *arguments: Any) -> VLLMEngine:
+        links = [file.is_symlink() for file in path.glob("*.safetensors")]
+        seen.append((path, links, json.loads((path / "config.json").read_text())["max_position_embeddings"]))
+        return launch(path, *arguments)
+
+    monkeypatch.setattr(VLLMEngine, "launch", look)
+    made = RLTrainer(config, prompts=PROMPTS, reward=ShareOfWord(), tokenizer=tokenizer)
     assert isinstance(made.rollout, VLLMEngine)
+    assert [(links, context, path.exists()) for path, links, context in seen] == [([True], 48, False)]
     made.train()
     steps = drafted_steps(tmp_path / "run")
     assert all(step["log_prob_gap_max"] < 1e-4 for step in steps)
