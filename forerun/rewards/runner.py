@@ -53,6 +53,7 @@ class RewardRunner:
         self._all = [_Worker(spec, time_limit_s, kwargs or {}) for _ in range(num_workers)]
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
         self.events: Counter[str] = Counter()
+        self._counting = threading.Lock()
         try:
             for worker in self._all:
                 worker.start()
@@ -62,9 +63,10 @@ class RewardRunner:
             raise
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        """Judge responses; results in the requests' order. Events are also counted in `events`."""
+        """Judge responses, in any number of threads; results in the requests' order. Events are counted in `events`."""
         results = list(self._threads.map(self._score_one, requests))
-        self.events.update(result.event for result in results if result.event is not None)
+        with self._counting:
+            self.events.update(result.event for result in results if result.event is not None)
         return results
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -20,20 +21,22 @@ from forerun.trainers.judging import Scorer
 
 
 class RankedScorer:
-    """Scores on rank 0, for every rank. One call at a time reaches the scorer, from whichever threads they come.
+    """Scores on rank 0, for every rank.
 
     Args:
         ranks: all call `score` with the same requests.
         scorer: rank 0's; not used elsewhere.
+        several_at_once: it may be called in several threads at a time. Otherwise one call at a time reaches it, from
+            whichever threads they come.
 
     Raises:
         ForerunError: from `score`, on every rank, if the scorer failed.
     """
 
-    def __init__(self, ranks: RankGroup, scorer: Scorer | None) -> None:
+    def __init__(self, ranks: RankGroup, scorer: Scorer | None, several_at_once: bool = False) -> None:
         self.ranks = ranks
         self._scorer = scorer
-        self._lock = threading.Lock()
+        self._turn: AbstractContextManager[object] = nullcontext() if several_at_once else threading.Lock()
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         return self.ranks.on_first(lambda: self.score_alone(requests))
@@ -41,7 +44,7 @@ class RankedScorer:
     def score_alone(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         """On rank 0, whose others do not call: the scores for itself."""
         assert self._scorer is not None
-        with self._lock:
+        with self._turn:
             return self._scorer.score(requests)
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -107,7 +108,8 @@ class RLRun(ABC):
         self._owned = ExitStack()
         if reward is None:
             check_ground_truth([*self.prompts, *self.eval_prompts], config.reward.function)
-        if reward is None and self.ranks.rank == 0:
+        own_reward = reward is None
+        if own_reward and self.ranks.rank == 0:
             reward = self._owned.enter_context(
                 RewardRunner(
                     config.reward.function,
@@ -116,7 +118,7 @@ class RLRun(ABC):
                     config.reward.kwargs,
                 )
             )
-        self.reward = RankedScorer(self.ranks, reward)
+        self.reward = RankedScorer(self.ranks, reward, several_at_once=own_reward)
 
         updates = config.ppo_epochs * config.train_batch_size // config.ppo_mini_batch_size
 
@@ -263,6 +265,28 @@ class RLRun(ABC):
         with failures(path), path.open("a", encoding="utf-8") as file:
             for row in text_table(self.samples, self.tokenizer, limit=8):
                 file.write(json.dumps({"step": self.rl_step, **row}) + "\n")
+
+
+class SharedClock:
+    """How long at least one of several threads was in it: `with clock: ...`, `clock.seconds`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._inside = 0
+        self._since = 0.0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._since = time.perf_counter()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self.seconds += time.perf_counter() - self._since
 
 
 @contextmanager

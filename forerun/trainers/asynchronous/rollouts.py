@@ -53,6 +53,7 @@ class Rollouts:
             under way, handed out at once, and finished before a pause.
         most_dropped: groups dropped in a row, without one that is kept, at which `next_step` and `pause` give up; None
             sets no limit.
+        num_judges: groups that are judged at the same time.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Rollouts:
         partial: bool,
         in_batches: bool,
         most_dropped: int | None = None,
+        num_judges: int = 1,
     ) -> None:
         self.ledger = ledger
         self.pool = pool
@@ -80,7 +82,7 @@ class Rollouts:
         self._stopping = False
         self._judging = 0
         self._failure: BaseException | None = None
-        self._judge = ThreadPoolExecutor(1, thread_name_prefix="judge")
+        self._judge = ThreadPoolExecutor(num_judges, thread_name_prefix="judge")
         self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
         self._thread.start()
 
@@ -156,7 +158,7 @@ class Rollouts:
                     self._start_judging(group)
 
     def close(self) -> None:
-        """End the threads and close the workers; not the judge's call of the reward, which may hang."""
+        """End the threads and close the workers; not the judges' calls of the reward, which may hang."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -245,15 +247,14 @@ class Rollouts:
         self._judging += 1
         self._judge.submit(self._judge_group, group)
 
-    # ---- the judge's thread
+    # ---- the judges' threads
 
     def _judge_group(self, group: Group) -> None:
         try:
             rewards = self.supply.judge(group)
-            drop = self.supply.drop(group, rewards)
             with self._changed:
                 self.ledger.judge(group.number, rewards)
-                if drop:
+                if self.supply.drop(group, rewards):
                     self.ledger.drop(group.number)
                 self._judging -= 1
                 self._changed.notify_all()

@@ -32,7 +32,7 @@ from forerun.trainers.asynchronous.ranks import FirstRank
 from forerun.trainers.asynchronous.rollouts import Rollouts, Supply
 from forerun.trainers.experience import Sample, informative_samples, rollout_figures, set_advantages, shape_rewards
 from forerun.trainers.judging import Scorer, check_rewards, response_text, reward_request
-from forerun.trainers.rl_run import Metrics, RLRun, timed
+from forerun.trainers.rl_run import Metrics, RLRun, SharedClock, timed
 from forerun.trainers.rollout_engines import make_rollout_engine
 
 
@@ -85,8 +85,8 @@ class AsyncRLTrainer(RLRun):
         self.first = FirstRank(self.ranks, self.engine)
         self._in_sync = self._running = False
         self._failed_groups = 0
-        self._judge_s = self._judge_s_before = 0.0
-        self._idle_s_before = 0.0
+        self._judge_clock = SharedClock()
+        self._judge_s_before = self._idle_s_before = 0.0
         if self.ranks.rank == 0:
             self._start_rollouts(self._local_workers() if workers is None else workers, replace_worker)
 
@@ -106,6 +106,7 @@ class AsyncRLTrainer(RLRun):
             partial=settings.partial_rollout,
             in_batches=config.rollout.deterministic,
             most_dropped=limit or None,
+            num_judges=config.reward.num_workers,
         )
         self._owned.callback(self.rollouts.close)
 
@@ -220,7 +221,7 @@ class AsyncRLTrainer(RLRun):
 
     def _rollout_figures(self, step_s: float) -> dict[str, float]:
         """What was measured of the rollouts since the last call."""
-        idle, judge = self.pool.idle_seconds(), self._judge_s
+        idle, judge = self.pool.idle_seconds(), self._judge_clock.seconds
         idle_s = min(max(0.0, idle - self._idle_s_before), step_s)
         figures = {
             "time/rollout_idle": idle_s,
@@ -244,12 +245,9 @@ class AsyncRLTrainer(RLRun):
         )
 
     def _judge_group(self, group: Group) -> list[RewardResult]:
-        times: dict[str, float] = {}
-        with timed(times, "judge"):
+        with self._judge_clock:
             texts = [response_text(self.tokenizer, completion) for completion in group.answers()]
-            rewards = self.reward.score_alone([reward_request(self.prompts[group.item], text) for text in texts])
-        self._judge_s += times["judge"]
-        return rewards
+            return self.reward.score_alone([reward_request(self.prompts[group.item], text) for text in texts])
 
     def _is_useless(self, group: Group, rewards: list[RewardResult]) -> bool:
         """Whether dynamic sampling drops it."""

@@ -243,6 +243,29 @@ def test_judge_and_evaluation_do_not_score_at_once() -> None:
     assert met == [False, False]
 
 
+MEETS = """
+import pathlib, time, uuid
+def meets(*_):
+    here = pathlib.Path({place!r})
+    (here / uuid.uuid4().hex).touch()
+    until = time.monotonic() + 40
+    while len(list(here.iterdir())) < 6:  # two groups of three
+        assert time.monotonic() < until, "judged alone"
+        time.sleep(0.01)
+    return 1.0
+"""
+
+
+def test_groups_are_judged_by_all_workers_of_the_reward(tmp_path: Path) -> None:
+    source, place = tmp_path / "reward.py", tmp_path / "met"
+    source.write_text(MEETS.format(place=str(place)))
+    place.mkdir()
+    workers = f"reward={{function: '{source}:meets', num_workers: 6, time_limit_s: 60}}"
+    with closing(asynchronous(tmp_path, *ASYNC, "rollout.n=3", workers, reward=None)) as made:
+        metrics = made.turn(pause=True)
+    assert metrics["reward_events"] == 0 and metrics["reward_mean"] == 1 and metrics["time/reward"] > 0
+
+
 def test_the_end_does_not_wait_for_a_reward_that_hangs(tmp_path: Path) -> None:
     told, source = tmp_path / "told", tmp_path / "reward.py"
     source.write_text(f"import time\ndef hang(*_):\n    open({str(told)!r}, 'w').close()\n    time.sleep(3600)\n")
