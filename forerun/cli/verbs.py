@@ -216,7 +216,7 @@ def convert(
         str,
         typer.Option(
             help="What to write: mimo (vLLM drafts with it, for an attached head), megatron (Megatron-Core's names), "
-            "hf (back from those) or bfloat16 (of a checkpoint in FP8)."
+            "hf (back from those, or out of a run's checkpoint-N) or bfloat16 (of a checkpoint in FP8)."
         ),
     ],
     fold_norm: Annotated[
@@ -236,6 +236,7 @@ def convert(
         from forerun.families.serving import TARGETS
         from forerun.models.serving import export
         from forerun.report.progress import ProgressBar
+        from forerun.trainers.checkpoint_model import export_checkpoint, is_run_checkpoint
 
         def to_bfloat16(source: Path, out: Path) -> None:
             with ProgressBar("convert", None, "tensors") as bar:
@@ -253,7 +254,10 @@ def convert(
             raise UsageError(f"cannot convert to {to!r}: choose one of {', '.join(sorted(layouts))}")
         if fold_norm and to not in TARGETS:
             raise UsageError(f"--fold-norm is for what an engine serves ({', '.join(TARGETS)}), not for {to}")
-        layouts[to](source, out)
+        if to == "hf" and is_run_checkpoint(source):
+            export_checkpoint(source, out)
+        else:
+            layouts[to](source, out)
         print(f"{out}: {to} checkpoint of {source}")
         return 0
 

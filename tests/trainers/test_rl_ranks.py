@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import forerun
+from forerun.cli import main
 from forerun.config import RLConfig
 from forerun.config_file import load_config
 from forerun.data.prompts import Prompt
@@ -126,6 +127,15 @@ def rank_runs(group: dist.ProcessGroup, config: RLConfig) -> None:
     trainer(config, mesh_of(group)).train()
 
 
+def assert_comes_out(run: Path, step: int) -> None:
+    """The model of the last checkpoint is the one that the run has exported, file by file."""
+    out = run.parent / f"step-{step}"
+    assert main(["convert", str(run / f"checkpoint-{step}"), str(out), "--to", "hf"]) == 0
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in (run / "model").iterdir())
+    for path in out.iterdir():
+        assert path.read_bytes() == (run / "model" / path.name).read_bytes(), path
+
+
 def test_a_run_goes_on_with_another_number_of_ranks(ranks: Ranks, place: Path) -> None:
     """Two ranks to step 2, four to step 3, one process to step 4."""
     common = [*HEADS, "trainer.save_freq=1", "trainer.test_freq=2", "algorithm.use_kl_loss=true"]
@@ -134,7 +144,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks: Ranks, place: Path) -
     for size, last in ((2, 2), (4, 3)):
         config = settings(place, *common, f"trainer.total_steps={last}")
         ranks.run(rank_runs, [config] * size)
+    assert_comes_out(place / "run", 3)
     trainer(settings(place, *steps), None).train()
+    assert_comes_out(place / "run", 4)
     found, expected = repeatable_metrics(place / "run"), repeatable_metrics(place / "whole")
     assert [line["step"] for line in found] == [line["step"] for line in expected] == [0, 1, 2, 3, 4]
     for line, other in zip(found, expected, strict=True):

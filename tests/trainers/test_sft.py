@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import forerun
+from forerun.cli import main
 from forerun.config import SFTConfig
 from forerun.config_file import load_config
 from forerun.data.batch import Batch
@@ -84,6 +86,24 @@ def test_a_run_learns_and_exports_what_it_learned(settings: list[str], tmp_path:
         assert torch.equal(tensor, weights(made)[name]), name
     assert (tmp_path / "run" / "model" / "tokenizer.json").is_file()
     assert (tmp_path / "run" / "config.yaml").is_file()
+
+
+def test_the_model_of_a_checkpoint_comes_out_and_what_is_missing_is_said(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer(settings, "trainer.total_steps=1").train()
+    run = tmp_path / "run"
+    command = ["convert", str(run / "checkpoint-1"), str(tmp_path / "out"), "--to", "hf"]
+    (run / "config.yaml").rename(tmp_path / "config.yaml")
+    assert main(command) == 2 and "config.yaml is missing, which says what model" in capsys.readouterr().err
+    (tmp_path / "config.yaml").rename(run / "config.yaml")
+    assert main(command) == 0
+    exported, found = (load_file(place / "model.safetensors") for place in (run / "model", tmp_path / "out"))
+    assert exported.keys() == found.keys() and all(torch.equal(found[name], exported[name]) for name in found)
+    state = json.loads((run / "checkpoint-1" / "trainer_state.json").read_text()) | {"layout": {}}
+    (run / "checkpoint-1" / "trainer_state.json").write_text(json.dumps(state))
+    assert main([*command[:2], str(tmp_path / "other"), *command[3:]]) == 2
+    assert "holds Megatron's parts of a model: resume the run with trainer.total_steps" in capsys.readouterr().err
 
 
 def test_held_out_figures_are_left_out_before_the_first_step(settings: list[str]) -> None:
