@@ -57,6 +57,7 @@ class VLLMEngine:
         self._bucket_bytes = bucket_bytes
         self._beyond = [0] * self._depth
         self._asleep = False
+        self._warned: set[str] = set()
         self._asked: list[Request] = []
         self._running: dict[str, int] = {}  # id -> its place among those
         self._busy = threading.Lock()
@@ -252,15 +253,15 @@ class VLLMEngine:
     def drafter_digest(self) -> str | None:
         """`rollout.sync.digest` of what vLLM's drafter holds, in vLLM's dtype, under the trainer's names.
 
-        None where vLLM does not draft. Biases that the served checkpoint has as zeros count only if the last update
-        sent them.
-
-        Raises:
-            ForerunError: vLLM holds the weights in a form that cannot be read.
+        None where vLLM does not draft, or holds the weights in a form that cannot be read back, which a warning says
+        once. Biases that the served checkpoint has as zeros count only if the last update sent them.
         """
         if self._depth == 0:
             return None
-        return self._connection.worker("forerun_drafter_digest", self._served.drafter_layout(self._biased))
+        answer = self._connection.worker("forerun_drafter_digest", self._served.drafter_layout(self._biased))
+        if answer["unreadable"]:
+            self._warn_once(f"the drafter cannot be compared with the trainer's: {answer['unreadable']}")
+        return answer["digest"]
 
     def speculation_totals(self) -> SpeculationTotals:
         """vLLM's own counters since it started, less accepted drafts that came behind a text's end."""
@@ -282,7 +283,7 @@ class VLLMEngine:
             self._connection.sleep()
         else:
             self._connection.reset_prefix_cache()
-            warnings.warn("this vLLM has no sleep mode: its memory stays in use while it sleeps", stacklevel=2)
+            self._warn_once("this vLLM has no sleep mode: its memory stays in use while it sleeps")
         self._asleep = True
 
     def wake(self) -> None:
@@ -290,6 +291,12 @@ class VLLMEngine:
         if self._asleep and self._can_sleep:
             self._connection.wake()
         self._asleep = False
+
+    def _warn_once(self, line: str) -> None:
+        """Of what holds at every step."""
+        if line not in self._warned:
+            self._warned.add(line)
+            warnings.warn(line, stacklevel=3)
 
     def close(self) -> None:
         """End vLLM, unless it is a server that ran before."""

@@ -12,13 +12,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts, cpu_prepack_moe_weight
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.utils import replace_parameter
 
 _ROWS = 1024  # of an identity at a time
+# Of those that experts can run on, these leave them as they are; None: the layer is another.
+_AS_LOADED = {None, UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU}
 _BASE = 128  # all whole numbers below it are exact in every format
 
 
 class Unreadable(Exception):
     """What is packed in a way that is not known here, in one line."""
+
+
+def unpad(model: nn.Module) -> None:
+    """Before weights go into a model through vLLM's layerwise reload, which fails at experts that vLLM has padded: give
+    them the shapes that are loaded. `renew` pads them again."""
+    layer: Any
+    for layer in model.modules():
+        if _packed_experts(layer) is None:
+            continue
+        for name, loaded in get_layerwise_info(layer).restore_metadata[0].items():
+            if layer._parameters[name].shape != loaded.shape:
+                replace_parameter(layer, name, torch.empty(loaded.shape, dtype=loaded.dtype))
 
 
 def renew(model: nn.Module) -> None:
@@ -40,14 +57,18 @@ def plain(layer: Any, name: str, loaded: Tensor) -> Tensor:
         loaded: of that shape and dtype.
     """
     held: Tensor = layer._parameters[name]
+    what = f"{type(layer).__name__}.{name}"
     if loaded.dim() == 3 and (experts := _packed_experts(layer)) is not None:
-        if held.shape != loaded.shape:
-            raise Unreadable(f"vLLM has padded {type(layer).__name__}.{name}, which cannot be read back")
-        return _unpacked_experts(held, experts.isa)
+        return _unpadded(_unpacked_experts(held, experts.isa), loaded.shape)
+    backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
+    if backend not in _AS_LOADED:
+        raise Unreadable(f"vLLM holds {what} in the order of its {backend.value} kernels, which cannot be read back")
     if held.shape == loaded.shape:
+        if held.dtype != loaded.dtype:
+            raise Unreadable(f"vLLM holds {what} as {held.dtype}, which cannot be read back")
         return held.data
     if not hasattr(layer, "cpu_linear") or loaded.dim() != 2:
-        raise Unreadable(f"vLLM has packed {type(layer).__name__}.{name}, which cannot be read back")
+        raise Unreadable(f"vLLM has packed {what}, which cannot be read back")
     # Each output is a sum of one weight and zeros: exact in any floating format.
     identity = torch.eye(loaded.shape[1], dtype=loaded.dtype)
     return torch.cat([layer.cpu_linear(rows, held, None) for rows in identity.split(_ROWS)]).t().contiguous()
@@ -72,3 +93,11 @@ def _unpacked_experts(packed: Tensor, isa: str) -> Tensor:
     for expert, own in zip(unpacked, packed, strict=True):
         expert.view(-1)[place] = own.flatten()
     return unpacked
+
+
+def _unpadded(experts: Tensor, shape: torch.Size) -> Tensor:
+    """Gate and up projections are padded at the end of their rows each, down projections in their columns."""
+    if experts.shape[1] == shape[1]:
+        return experts[..., : shape[2]].contiguous()
+    rows = shape[1] // 2
+    return torch.cat([half[:, :rows] for half in experts.chunk(2, dim=1)], dim=1)

@@ -10,13 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from forerun_packing import Unreadable, plain
+from forerun_packing import plain
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+NOT_HELD = float("-inf")  # which is no weight's value
 
 
 class _Slice(NamedTuple):
@@ -38,7 +40,7 @@ class HeldWeights:
     """
 
     def __init__(self, model: Any, shapes: Mapping[str, Sequence[int]]) -> None:
-        self._shapes = shapes
+        self._shapes, self._device = shapes, next(model.parameters()).device
         self._slices: dict[str, list[_Slice]] = {name: [] for name in shapes}
         self._as_loaded: dict[tuple[nn.Module, str], Tensor] = {}
         self._last: tuple[tuple[nn.Module, str] | None, Tensor] = (None, torch.empty(0))
@@ -55,18 +57,15 @@ class HeldWeights:
             for layer, own in parameters.items():
                 layer._parameters.update(own)
 
-    def tensor(self, name: str) -> Tensor:
-        """A weight in its parameter's dtype.
+    def part(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A weight, with NOT_HELD wherever this model does not hold it.
 
         Raises:
-            Unreadable: vLLM does not hold it as it was in the checkpoint.
+            Unreadable: vLLM holds it in an unknown form.
         """
-        shape, slices = self._shapes[name], self._slices[name]
-        if sum(place.numel for place in slices) != torch.Size(shape).numel():
-            raise Unreadable(f"vLLM does not hold {name} as it is in the checkpoint, so it cannot be read back")
-        parts = [self._parameter(place).as_strided(*place.target) for place in slices]
-        tensor = torch.empty(tuple(shape), dtype=parts[0].dtype, device=parts[0].device)
-        for place, part in zip(slices, parts, strict=True):
+        parts = [(place, self._parameter(place).as_strided(*place.target)) for place in self._slices[name]]
+        tensor = torch.full(tuple(self._shapes[name]), NOT_HELD, dtype=dtype, device=self._device)
+        for place, part in parts:
             tensor.as_strided(*place.source).copy_(part)
         return tensor
 

@@ -10,14 +10,13 @@ through its loaders, packed anew. Read in vLLM 0.32: model_executor/model_loader
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import forerun_cpu_sampling
 import torch
-from forerun_packing import Unreadable, renew
-from forerun_reading import HeldWeights
+from forerun_digest import drafter_digest
+from forerun_packing import renew, unpad
 from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
@@ -39,7 +38,7 @@ def answered(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
             with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
                 return {"value": method(worker, *args)}
         except Exception as error:  # an exception that left here could end the engine
-            kind = "" if isinstance(error, Refused | Unreadable) else f"{type(error).__name__}: "
+            kind = "" if isinstance(error, Refused) else f"{type(error).__name__}: "
             return {"error": kind + " ".join(str(error).split())}
 
     return answer
@@ -90,6 +89,7 @@ class ForerunWorker:
             shared = set() if part == "trunk" else {id(parameter) for parameter in self.get_model().parameters()}
             self.forerun_part = part
             self.forerun_awaited = {name for name, tensor in model.named_parameters() if id(tensor) not in shared}
+            unpad(model)
             initialize_layerwise_reload(model)
         with disable_mtp_completeness_check():
             loaded = self.forerun_model(part).load_weights(_tensors(path))
@@ -107,26 +107,10 @@ class ForerunWorker:
         self.forerun_close_part(check=False)
 
     @answered
-    def forerun_drafter_digest(self, layout: list[Any]) -> str:
-        """`forerun.rollout.sync.digest` of the drafter's weights in the model's dtype, as they are held here.
-
-        Args:
-            layout: [name, shape, pieces] per weight; pieces are the (name, shape) under which a checkpoint holds its
-                equal parts, in order.
-        """
-        if self.vllm_config.parallel_config.world_size != 1:
-            raise Refused("a drafter that is split over several workers cannot be read back")
-        held = HeldWeights(
-            self.forerun_model("drafter"), {name: shape for *_, pieces in layout for name, shape in pieces}
-        )
-        parts = []
-        for name, shape, pieces in layout:
-            part = hashlib.sha256(f"{name}\0{self.model_config.dtype}\0{tuple(shape)}\0".encode())
-            for piece, _ in pieces:
-                tensor = held.tensor(piece).to("cpu", self.model_config.dtype).contiguous()
-                part.update(tensor.flatten().view(torch.uint8).numpy().data)
-            parts.append((name, part.digest()))
-        return hashlib.sha256(b"".join(digest for _, digest in sorted(parts))).hexdigest()
+    def forerun_drafter_digest(self, layout: list[Any]) -> dict[str, str | None]:
+        """See `forerun_digest.drafter_digest`."""
+        parallel = self.vllm_config.parallel_config
+        return drafter_digest(self.get_draft_model(), layout, self.model_config.dtype, parallel)
 
     def forerun_model(self, part: str) -> Any:
         model = self.get_model() if part == "trunk" else self.get_draft_model()
