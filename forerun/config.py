@@ -328,6 +328,13 @@ class RLConfig:
                 f"reward.overlong_buffer.len={buffer.len} is longer than rollout.max_response_length={limit}"
             )
         asynchronous = self.async_training.enable
+        size = self.rollout.tensor_model_parallel_size
+        on_gpus = self.rollout.python is not None and self.engine.device != "cpu"
+        if self.launch == "ray" and not asynchronous and on_gpus and size > 1:
+            raise UsageError(
+                f"rollout.tensor_model_parallel_size={size} with launch=ray: the engine that rank 0 starts sees the "
+                "one GPU of that rank: set launch=torchrun, or async_training.enable=true, whose workers have their own"
+            )
         check_rollout(self.rollout, self.mtp, on_ray=self.launch == "ray" and asynchronous, asynchronous=asynchronous)
         check_async(self.async_training, self.algorithm, self.rollout, self.data.gen_batch_size, self.launch)
         if asynchronous and self.launch == "ray" and self.distributed.num_ranks > 1:

@@ -41,8 +41,9 @@ class RolloutConfig:
     max_response_length: int = bounded(256, ge=1)
     # Requests that are decoded together.
     max_num_seqs: int = bounded(16, ge=1)
-    # Round alike in every run, so that a resumed one repeats an uninterrupted one to the bit. Otherwise the engine
-    # times the spellings of small matrix products on this machine and takes the fastest.
+    # Round alike in every run, so that a resumed one repeats an uninterrupted one to the bit. Otherwise the native
+    # engine times the spellings of small matrix products on this machine and takes the fastest, and SGLang, which heeds
+    # seeds in its deterministic mode alone, draws as it likes.
     deterministic: bool = False
     # native: draft mtp.num_speculative_tokens at every step, or as many of them as measurements say pay.
     depth_control: Literal["fixed", "auto"] = "fixed"
@@ -56,10 +57,16 @@ class RolloutConfig:
     gpu_memory_utilization: float | None = bounded(None, gt=0, le=1)
     enforce_eager: bool = False
     update_weights_bucket_megabytes: int = bounded(256, ge=1)
+    # sglang: weights travel inside HTTP requests, 4/3 of their bytes for each of the server's GPUs, or by NCCL, once,
+    # between GPUs of one machine. NCCL takes no GPU twice, and an engine that is started has the one that weights come
+    # from: "auto" takes NCCL for a server at `base_url` on this machine, if the trainer computes on CUDA.
+    weight_transport: Literal["auto", "request", "nccl"] = "auto"
     # vllm: further arguments of vLLM's EngineArgs, {name: value}.
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def validate(self, prefix: str) -> None:
+        if self.engine != "sglang" and self.weight_transport != "auto":
+            raise UsageError(f"{prefix}weight_transport is of {prefix}engine=sglang: unset it")
         if self.engine == "native":
             if unused := self._set_among(_OUTSIDE):
                 raise UsageError(

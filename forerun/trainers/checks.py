@@ -101,6 +101,10 @@ def check_layout(config: SFTConfig | RLConfig, num_ranks: int | None, device: to
         UsageError: a setting that would have no effect, or that several ranks cannot do.
     """
     engine = config.engine
+    if isinstance(config, RLConfig) and config.rollout.weight_transport == "nccl" and device.type == "cpu":
+        raise UsageError(
+            "rollout.weight_transport=nccl is between GPUs, and this run trains on the CPU: set request, or auto"
+        )
     if engine.strategy == "megatron":
         check_megatron(config, num_ranks or 1, device)
         return

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,6 +14,7 @@ from forerun.engines.protocol import TrainingEngine
 from forerun.engines.ranks import RankGroup
 from forerun.engines.torch_engine import TorchEngine
 from forerun.errors import UsageError
+from forerun.rollout.loopback import HOST
 from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import RolloutEngine
 from forerun.rollout.served import written_dtype
@@ -108,8 +110,9 @@ def _sglang(config: RLConfig, engine: TrainingEngine | None, tokenizer: PreTrain
     from forerun.rollout.sglang.launch import LaunchSettings
 
     rollout, bucket_bytes = config.rollout, config.rollout.update_weights_bucket_megabytes << 20
+    way = _weight_transport(config)
     if rollout.base_url is not None:
-        connected = SGLangEngine(rollout.base_url, bucket_bytes=bucket_bytes, seed=config.trainer.seed)
+        connected = SGLangEngine(rollout.base_url, transport=way, bucket_bytes=bucket_bytes, seed=config.trainer.seed)
         return _drafting_as_set(config, rollout.base_url, connected)
     assert rollout.python is not None
     with served_model(config, engine, tokenizer) as path:
@@ -124,10 +127,21 @@ def _sglang(config: RLConfig, engine: TrainingEngine | None, tokenizer: PreTrain
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             enforce_eager=rollout.enforce_eager,
             trust_remote_code=config.model.trust_remote_code,
-            deterministic=True,  # the trainer seeds every request, and SGLang heeds seeds only so
+            deterministic=rollout.deterministic,
             seed=config.trainer.seed,
         )
-        return SGLangEngine.launch(settings, config.mtp, bucket_bytes=bucket_bytes, seed=config.trainer.seed)
+        return SGLangEngine.launch(
+            settings, config.mtp, transport=way, bucket_bytes=bucket_bytes, seed=config.trainer.seed
+        )
+
+
+def _weight_transport(config: RLConfig) -> Literal["request", "nccl"]:
+    """`rollout.weight_transport`, decided."""
+    rollout = config.rollout
+    if rollout.weight_transport != "auto":
+        return rollout.weight_transport
+    here = rollout.base_url is not None and urlsplit(rollout.base_url).hostname in (HOST, "localhost")
+    return "nccl" if here and resolve_device(config.engine).type == "cuda" else "request"
 
 
 def _drafting_as_set(config: RLConfig, base_url: str, engine: Engine) -> Engine:

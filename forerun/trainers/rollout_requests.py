@@ -31,10 +31,12 @@ class RequestMaker:
     def requests(self, prompt: Prompt, step: int, place: int, n: int, greedy: bool = False) -> list[Request]:
         """n requests for the prompt at `place` of an RL step; their ids are those three numbers.
 
-        Each has a seed of its own, from the run's seed, the step and its place: a resumed run samples the same.
+        Each has a seed of its own, from the run's seed, the step and its place: a resumed run samples the same. SGLang
+        heeds seeds in its deterministic mode alone, and gets none otherwise.
         """
         rollout, seed = self.config.rollout, self.config.trainer.seed
         token_ids = encode_prompt(self.tokenizer, prompt.messages)
+        seeded = rollout.engine != "sglang" or rollout.deterministic
         return [
             Request(
                 f"{step}-{place}-{j}",
@@ -44,7 +46,7 @@ class RequestMaker:
                     temperature=0.0 if greedy else rollout.temperature,
                     top_p=1.0 if greedy else rollout.top_p,
                     top_k=0 if greedy else rollout.top_k,
-                    seed=random.Random(f"{seed}/{step}/{place}/{j}").getrandbits(31),
+                    seed=random.Random(f"{seed}/{step}/{place}/{j}").getrandbits(31) if seeded else None,
                     stop_token_ids=self.stop_token_ids,
                 ),
             )

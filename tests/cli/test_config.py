@@ -115,6 +115,7 @@ BAD = [
     ("rollout={engine: vllm, python: p, depth_control: auto}", "depth_control=auto is of rollout.engine=native"),
     ("rollout={engine: sglang, python: p, engine_kwargs: {a: 1}}", "engine_kwargs is of rollout.engine=vllm"),
     ("rollout.dtype=bfloat16", "rollout.dtype is of rollout.engine=vllm and sglang"),
+    ("rollout.weight_transport=nccl", "rollout.weight_transport is of rollout.engine=sglang"),
     ("rollout.update_weights_bucket_megabytes=1", "update_weights_bucket_megabytes is of rollout.engine=vllm and"),
     (
         f"rollout={{{URL}, engine: sglang, enforce_eager: true}}",
@@ -166,6 +167,14 @@ def test_rollouts_that_cannot_be_drafted_so_are_one_line(mtp: str, rollout: str,
     with pytest.raises(UsageError) as caught:
         load_config(RLConfig, None, [*REQUIRED, f"{DRAFTING}, {mtp}}}", f"rollout={rollout}"])
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_engine_on_several_gpus_is_refused_where_its_rank_has_one() -> None:
+    over_two = [*REQUIRED, f"rollout={{engine: vllm, {STARTED}, tensor_model_parallel_size: 2}}"]
+    with pytest.raises(UsageError, match="=2 with launch=ray: the engine that rank 0 starts sees the one GPU of that"):
+        load_config(RLConfig, None, [*over_two, "launch=ray"])
+    for allowed in ("launch=torchrun", "async_training.enable=true", "engine.device=cpu"):
+        load_config(RLConfig, None, [*over_two, "launch=ray", allowed])
 
 
 @pytest.mark.parametrize(("override", "message"), BAD)

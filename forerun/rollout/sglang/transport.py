@@ -96,7 +96,7 @@ class Broadcast:
             call.failure_within(_POLL_S)
             raise ForerunError(
                 f"no process group with the SGLang server ({one_line(error):.200}): see its log, or send weights in "
-                "requests"
+                "requests (rollout.weight_transport=request)"
             ) from None
         call.result()
 
@@ -116,7 +116,13 @@ class Broadcast:
 
     def _broadcast(self, tensor: Tensor, call: _Call) -> None:
         """One tensor; given up as soon as the server refuses, since it will not receive then."""
-        work = torch.distributed.broadcast(tensor, group=self.group, group_src=0, async_op=True)
+        try:
+            work = torch.distributed.broadcast(tensor, group=self.group, group_src=0, async_op=True)
+        except RuntimeError as error:  # NCCL's, which only finds here that a GPU is in the group twice
+            raise ForerunError(
+                f"no weights can be broadcast to the SGLang server ({one_line(error):.200}): start it on GPUs that the "
+                "trainer does not send from, or set rollout.weight_transport=request"
+            ) from None
         assert work is not None
         deadline = time.monotonic() + _TIMEOUT_S
         while not work.is_completed():
