@@ -51,6 +51,8 @@ class RolloutConfig:
     # with the run; `base_url` takes one of this machine that runs already, on a checkpoint of the same model.
     python: str | None = None
     base_url: str | None = None
+    # While the trainer trains, have the engine give its memory back. In asynchronous runs it never rests.
+    free_cache_engine: bool = True
     # Of one that is started; "auto" is the checkpoint's.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     tensor_model_parallel_size: int = bounded(1, ge=1)

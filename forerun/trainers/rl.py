@@ -144,6 +144,9 @@ class RLTrainer(RLRun):
     ) -> list[Completion]:
         """See `RLRun.generate`."""
         requests = self.requests.batch(prompts, self.rl_step, first, n, greedy)
+        if not self.config.rollout.free_cache_engine:
+            return self.rollout.generate(requests)
+        self._release_cached()
         self.rollout.wake()
         try:
             return self.rollout.generate(requests)
@@ -169,14 +172,18 @@ class RLTrainer(RLRun):
 
         Returns whether its drafter is the trainer's; None where it cannot know.
         """
-        if self.config.rollout.engine != "native":
-            torch.cuda.empty_cache()  # what torch keeps for itself an engine that wakes on the same device may need
+        self._release_cached()
         self.rollout.update_weights(self.engine.named_weights(), self.rl_step)
         self._in_sync = True
         if not self.drafts:
             return True
         trained = digest(self.engine.drafter_weights(), self.rollout.dtype)
         return self.alarms.drafter_digest(self.rl_step, trained, self.rollout.drafter_digest())
+
+    def _release_cached(self) -> None:
+        """Before an engine wakes, which may need on the same device what torch keeps for itself."""
+        if self.config.rollout.engine != "native":
+            torch.cuda.empty_cache()
 
     def _draw(self) -> list[Prompt]:
         """The prompts of the next generation batch."""

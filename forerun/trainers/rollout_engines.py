@@ -98,6 +98,7 @@ def _vllm(config: RLConfig, engine: TrainingEngine | None, tokenizer: PreTrained
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         seed=config.trainer.seed,
         enforce_eager=rollout.enforce_eager,
+        sleep_mode=rollout.free_cache_engine and not config.async_training.enable,
         trust_remote_code=config.model.trust_remote_code or None,
         engine_args={"tensor_parallel_size": rollout.tensor_model_parallel_size, **rollout.engine_kwargs},
     )

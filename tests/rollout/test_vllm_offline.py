@@ -76,8 +76,19 @@ connection.sendall(json.dumps({"error": "told"}).encode() + b"\\n")
 """
 
 
-def test_a_run_s_settings_reach_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sleep mode too: docs/first_gpu_run.md asks for it so."""
+@pytest.mark.parametrize(
+    ("changes", "sleeps"),
+    [
+        ([], True),
+        (["rollout.free_cache_engine=false"], False),
+        (["rollout.engine_kwargs.enable_sleep_mode=false"], False),
+        (["async_training.enable=true"], False),
+    ],
+    ids=["sleeps", "stays", "own word", "asynchronous"],
+)
+def test_a_run_s_settings_reach_vllm(
+    changes: list[str], sleeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "forerun_offline.py").write_text(TOLD, encoding="utf-8")
     monkeypatch.setattr(offline, "INSIDE", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where the log stays
@@ -90,10 +101,10 @@ def test_a_run_s_settings_reach_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "rollout.engine=vllm",
         f"rollout.python={sys.executable}",
         "rollout.gpu_memory_utilization=0.4",
-        "rollout.engine_kwargs.enable_sleep_mode=true",
+        *changes,
     )
     with pytest.raises(ForerunError, match="told"):
         make_rollout_engine(config, None, make_tokenizer())
     told = json.loads((tmp_path / "told.json").read_text())["engine"]
-    assert told["enable_sleep_mode"] is True and told["gpu_memory_utilization"] == 0.4
+    assert told["enable_sleep_mode"] is sleeps and told["gpu_memory_utilization"] == 0.4
     assert told["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 1}

@@ -125,17 +125,23 @@ def test_a_run_resumes_bit_identically(tmp_path: Path) -> None:
     assert {sample["step"] for sample in samples} == {1, 2, 3, 4, 5} and all("response" in s for s in samples)
 
 
-@pytest.mark.parametrize("outside", [True, False])
+@pytest.mark.parametrize(("outside", "sleeps"), [(True, True), (True, False), (False, True)])
 def test_an_engine_outside_finds_the_memory_that_torch_keeps_for_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outside: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outside: bool, sleeps: bool
 ) -> None:
     more = ["rollout.engine=vllm", "rollout.base_url=http://127.0.0.1:9"] if outside else []
+    more += [] if sleeps else ["rollout.free_cache_engine=false"]
     made = trainer(settings(tmp_path, *more))
     events: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("given back"))
     monkeypatch.setattr(made.rollout, "update_weights", lambda *_: events.append("woken"))
     made.sync()
     assert events == (["given back", "woken"] if outside else ["woken"])
+    events.clear()
+    monkeypatch.setattr(made.rollout, "wake", lambda: events.append("woken"))
+    monkeypatch.setattr(made.rollout, "sleep", lambda: events.append("asleep"))
+    made.generate(PROMPTS)
+    assert events == (["given back"] * outside + ["woken", "asleep"] if sleeps else [])
 
 
 def test_held_out_prompts_are_answered_greedily(tmp_path: Path) -> None:
