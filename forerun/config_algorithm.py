@@ -100,6 +100,9 @@ class AlgorithmConfig:
     loss_agg_mode: LossAggMode = "token-mean"
     # Of seq-mean-token-sum-norm; null takes rollout.max_response_length.
     loss_scale_factor: float | None = bounded(None, gt=0)
+    # Responses that the length limit cut off teach nothing but the MTP block: they leave loss and counts. Their rewards
+    # count in their groups' advantages.
+    mask_truncated_completions: bool = False
     # The loss less this times the policy's entropy, aggregated likewise; below 0 it is a penalty.
     entropy_coeff: float = 0.0
     # KL against the policy that the run started from, which is kept beside the model (its memory once more): as a

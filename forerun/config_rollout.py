@@ -29,6 +29,22 @@ _OUTSIDE = ("python", "base_url", *_OF_STARTED)
 
 
 @dataclass
+class ValidationSampling:
+    """How held-out prompts are answered: `n` times each, greedily unless there is a temperature."""
+
+    n: int = bounded(1, ge=1)
+    temperature: float = bounded(0.0, ge=0)
+    top_p: float = bounded(1.0, gt=0, le=1)
+    top_k: int = bounded(0, ge=0)
+
+    def validate(self, prefix: str) -> None:
+        if self.temperature == 0 and self != ValidationSampling():
+            raise UsageError(
+                f"{prefix}temperature=0 is greedy, which n, top_p and top_k do not change: unset those, or give it one"
+            )
+
+
+@dataclass
 class RolloutConfig:
     """How responses are sampled: `n` for each prompt."""
 
@@ -37,6 +53,7 @@ class RolloutConfig:
     temperature: float = bounded(1.0, ge=0)
     top_p: float = bounded(1.0, gt=0, le=1)
     top_k: int = bounded(0, ge=0)
+    val_kwargs: ValidationSampling = field(default_factory=ValidationSampling)
     max_prompt_length: int = bounded(512, ge=1)
     max_response_length: int = bounded(256, ge=1)
     # Requests that are decoded together.
@@ -144,15 +161,17 @@ def check_rollout(rollout: RolloutConfig, mtp: MTPConfig, *, on_ray: bool, async
             raise UsageError(
                 "rollout.deterministic=true with rollout.depth_control=auto, which goes by measured times: unset one"
             )
-    sampling = SamplingParams(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
-    reason: str | None = None
-    if rollout.engine == "vllm":
-        reason = why_not(sampling, speculative=drafts, has_tokenizer=True)
-        if drafts and rollout.python is not None and not mtp.method.endswith("mtp"):
+    if drafts and rollout.python is not None:
+        if rollout.engine == "vllm" and not mtp.method.endswith("mtp"):
             raise UsageError(f"mtp.method={mtp.method!r}: with vLLM the model's own MTP block drafts under mtp alone")
-    elif rollout.engine == "sglang":
-        reason = why_not_filters(sampling, drafts or rollout.base_url is not None)
-        if drafts and rollout.python is not None:
+        if rollout.engine == "sglang":
             drafting_arguments(mtp)
-    if reason is not None:
-        raise UsageError(f"rollout.{reason}")
+    for prefix, wanted in (("rollout.", rollout), ("rollout.val_kwargs.", rollout.val_kwargs)):
+        sampling = SamplingParams(temperature=wanted.temperature, top_p=wanted.top_p, top_k=wanted.top_k)
+        reason: str | None = None
+        if rollout.engine == "vllm":
+            reason = why_not(sampling, speculative=drafts, has_tokenizer=True)
+        elif rollout.engine == "sglang":
+            reason = why_not_filters(sampling, drafts or rollout.base_url is not None)
+        if reason is not None:
+            raise UsageError(f"{prefix}{reason}")

@@ -26,6 +26,9 @@ class MetricName(NamedTuple):
 
 METRIC_NAMES: tuple[MetricName, ...] = (
     MetricName("reward_mean", "", "mean reward of all responses sampled in the step, penalties included", "high"),
+    MetricName(
+        "reward_best", "", "held-out prompts with several answers: the best of each prompt's, mean over prompts", "high"
+    ),
     MetricName("reward_std", "", "standard deviation of those rewards"),
     MetricName("reward_max", "", "largest of them", "high"),
     MetricName("reward_min", "", "smallest of them", "high"),

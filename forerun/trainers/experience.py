@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -103,8 +104,8 @@ def sample_batches(
     With `max_row_length` a micro-batch is one row instead, of as many responses, prompts included, as have room in so
     many tokens.
 
-    The extras are advantages, rollout_log_probs (at the sampling temperature) and sample (which of `samples` it is), on
-    the response's tokens.
+    The extras are advantages, rollout_log_probs (at the sampling temperature), sample (which of `samples` it
+    is) and truncated (1 where the length limit cut the response off), on the response's tokens.
     """
     # An engine may report both; without a temperature the unfiltered one is what a trainer computes too.
     raw = temperature == 1.0
@@ -116,6 +117,7 @@ def sample_batches(
                 "advantages": sample.advantage,
                 "rollout_log_probs": _log_probs(sample.completion, raw),
                 "sample": index,
+                "truncated": int(sample.completion.finish_reason == "length"),
             },
         )
         for index, sample in enumerate(samples)
@@ -132,6 +134,14 @@ def sample_batches(
 
 def _log_probs(completion: Completion, raw: bool) -> list[float]:
     return completion.raw_log_probs if raw and completion.raw_log_probs is not None else completion.log_probs
+
+
+def best_of_groups(samples: Sequence[Sample]) -> float:
+    """The best reward among a prompt's responses, in the mean over prompts."""
+    best: dict[int, float] = {}
+    for sample in samples:
+        best[sample.group] = max(best.get(sample.group, -math.inf), sample.reward.score)
+    return statistics.fmean(best.values())
 
 
 def rollout_figures(samples: Sequence[Sample]) -> Figures:

@@ -27,7 +27,7 @@ class PolicyObjective:
     Args:
         batches: every micro-batch of the step; extras advantages and rollout_log_probs; old_log_probs unless the step
             is the first on its samples (then the old policy is the current one), and always where samples are
-            rejected; ref_log_probs for a KL loss.
+            rejected; ref_log_probs for a KL loss; truncated where such responses are masked.
         algorithm: see docs/algorithms.md.
         max_response_length: the constant of seq-mean-token-sum-norm where `loss_scale_factor` is not set.
     """
@@ -37,11 +37,11 @@ class PolicyObjective:
         self.loss_scale_factor = algorithm.loss_scale_factor or max_response_length
         self.criteria = algorithm.rollout_correction.criteria()
         self.counts = LossCounts()
-        self.sampled_tokens = 0
+        self.wanted_tokens = 0
         for batch in batches:
             # Rejected tokens are gone from the denominators too.
             self.counts += count_targets(self._mask(batch), batch.document_ids)
-            self.sampled_tokens += batch.num_targets
+            self.wanted_tokens += int(self._wanted(batch).sum())
 
     def __call__(self, log_probs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
         """A `LossFn`. Its metrics are for `figures`."""
@@ -88,16 +88,21 @@ class PolicyObjective:
         """
         figures = PolicyStats(**_taken(_POLICY, metrics)).compute() | LogProbGap(**_taken(_GAP, metrics)).compute()
         if self.criteria:
-            figures["rollout_rs_masked_fraction"] = 1 - self.counts.tokens / self.sampled_tokens
+            figures["rollout_rs_masked_fraction"] = 1 - self.counts.tokens / max(1, self.wanted_tokens)
         return figures
 
     def _mask(self, batch: Batch) -> Tensor:
         """bool [B, S]: the tokens that are learned from."""
-        mask = predicted_mask(batch)
+        mask = self._wanted(batch)
         if not self.criteria:
             return mask
         old, rollout = batch.extras["old_log_probs"], batch.extras["rollout_log_probs"]
         return rejection_mask(old, rollout, mask, batch.document_ids, self.criteria)
+
+    def _wanted(self, batch: Batch) -> Tensor:
+        """bool [B, S]: the tokens that are learned from unless they are rejected."""
+        mask = predicted_mask(batch)
+        return mask & (batch.extras["truncated"] == 0) if self.algorithm.mask_truncated_completions else mask
 
     def _weights(self, old: Tensor, mask: Tensor, batch: Batch) -> Tensor | None:
         correction = self.algorithm.rollout_correction

@@ -140,10 +140,10 @@ class RLTrainer(RLRun):
         return sampled, {"num_gen_batches": float(num_batches), "kept_groups": len(groups) / num_prompts}
 
     def generate(
-        self, prompts: Sequence[Prompt], n: int | None = None, greedy: bool = False, first: int = 0
+        self, prompts: Sequence[Prompt], n: int | None = None, held_out: bool = False, first: int = 0
     ) -> list[Completion]:
         """See `RLRun.generate`."""
-        requests = self.requests.batch(prompts, self.rl_step, first, n, greedy)
+        requests = self.requests.batch(prompts, self.rl_step, first, n, held_out)
         if not self.config.rollout.free_cache_engine:
             return self.rollout.generate(requests)
         self._release_cached()

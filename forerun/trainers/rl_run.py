@@ -32,7 +32,7 @@ from forerun.rewards.runner import RewardRunner
 from forerun.rollout.protocol import Completion
 from forerun.trainers.alarms import Alarms
 from forerun.trainers.checks import check_config, check_ranks
-from forerun.trainers.experience import Sample, rollout_figures, text_table
+from forerun.trainers.experience import Sample, best_of_groups, rollout_figures, text_table
 from forerun.trainers.judging import Scorer, check_rewards, judged_samples
 from forerun.trainers.megatron_setup import make_megatron_engine
 from forerun.trainers.policy_update import PolicyUpdate
@@ -58,7 +58,7 @@ class RLRun(ABC):
     Args:
         config: checked before anything is loaded.
         prompts: training prompts in place of `data.train_files`.
-        eval_prompts: held-out prompts in place of `data.val_files`; answered greedily, one response each.
+        eval_prompts: held-out prompts in place of `data.val_files`; answered as `rollout.val_kwargs` says.
         engine: training engine in place of one for the model at `model.path`.
         reward: in place of the function that `reward.function` names.
         tokenizer: in place of the one at `model.path`.
@@ -172,7 +172,7 @@ class RLRun(ABC):
 
     @abstractmethod
     def generate(
-        self, prompts: Sequence[Prompt], n: int | None = None, greedy: bool = False, first: int = 0
+        self, prompts: Sequence[Prompt], n: int | None = None, held_out: bool = False, first: int = 0
     ) -> list[Completion]:
         """n responses per prompt (default `rollout.n`), those of one prompt next to each other; see `RequestMaker`.
 
@@ -245,12 +245,16 @@ class RLRun(ABC):
         return samples
 
     def evaluate(self) -> Metrics:
-        """Greedy answers to the held-out prompts: `val/reward_mean`, `val/acceptance_length`, ..."""
+        """Answers to the held-out prompts (`rollout.val_kwargs`): `val/reward_mean`, `val/acceptance_length`, ..."""
         if not self.eval_prompts:
             return {}
         self.ensure_sync()
-        samples = self.judge(self.eval_prompts, self.generate(self.eval_prompts, n=1, greedy=True))
-        return {f"val/{name}": value for name, value in rollout_figures(samples).items()}
+        n = self.config.rollout.val_kwargs.n
+        samples = self.judge(self.eval_prompts, self.generate(self.eval_prompts, n, held_out=True))
+        figures = rollout_figures(samples)
+        if n > 1:
+            figures["reward_best"] = best_of_groups(samples)
+        return {f"val/{name}": value for name, value in figures.items()}
 
     def _raise_alarms(self, metrics: Metrics) -> None:
         self.alarms.mtp_loss(self.rl_step, metrics)

@@ -28,13 +28,15 @@ class RequestMaker:
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
 
-    def requests(self, prompt: Prompt, step: int, place: int, n: int, greedy: bool = False) -> list[Request]:
+    def requests(self, prompt: Prompt, step: int, place: int, n: int, held_out: bool = False) -> list[Request]:
         """n requests for the prompt at `place` of an RL step; their ids are those three numbers.
 
+        Those for a held-out prompt are sampled as `rollout.val_kwargs` says.
         Each has a seed of its own, from the run's seed, the step and its place: a resumed run samples the same. SGLang
         heeds seeds in its deterministic mode alone, and gets none otherwise.
         """
         rollout, seed = self.config.rollout, self.config.trainer.seed
+        sampling = rollout.val_kwargs if held_out else rollout
         token_ids = encode_prompt(self.tokenizer, prompt.messages)
         seeded = rollout.engine != "sglang" or rollout.deterministic
         return [
@@ -43,9 +45,9 @@ class RequestMaker:
                 token_ids,
                 SamplingParams(
                     max_tokens=rollout.max_response_length,
-                    temperature=0.0 if greedy else rollout.temperature,
-                    top_p=1.0 if greedy else rollout.top_p,
-                    top_k=0 if greedy else rollout.top_k,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
                     seed=random.Random(f"{seed}/{step}/{place}/{j}").getrandbits(31) if seeded else None,
                     stop_token_ids=self.stop_token_ids,
                 ),
@@ -54,12 +56,12 @@ class RequestMaker:
         ]
 
     def batch(
-        self, prompts: Sequence[Prompt], step: int, first: int = 0, n: int | None = None, greedy: bool = False
+        self, prompts: Sequence[Prompt], step: int, first: int = 0, n: int | None = None, held_out: bool = False
     ) -> list[Request]:
         """Those of several prompts, the first of them at place `first`; n is `rollout.n` unless given."""
         count = self.config.rollout.n if n is None else n
         return [
             request
             for place, prompt in enumerate(prompts, start=first)
-            for request in self.requests(prompt, step, place, count, greedy)
+            for request in self.requests(prompt, step, place, count, held_out)
         ]

@@ -56,6 +56,32 @@ def test_the_step_s_loss_is_the_mean_that_was_asked_for(mode: LossAggMode, size:
     assert objective.figures(sums)["log_prob_gap_max"] == 0 and sums.keys() == {"loss"}
 
 
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
+def test_truncated_responses_leave_loss_and_counts(mode: LossAggMode) -> None:
+    """As if they had not been sampled, whatever shares their micro-batches."""
+    whole = micro_batches(2)
+    cut = [(answer in (1, 8)) for _, answer, _ in RESPONSES]  # the second and the third
+    for number, batch in enumerate(whole):
+        flags = torch.zeros_like(batch.input_ids)
+        for document in range(2):
+            flags[(batch.document_ids == document) & batch.loss_mask] = int(cut[2 * number + document])
+        batch.extras["truncated"] = flags
+    kept = [r for r, gone in zip(RESPONSES, cut, strict=True) if not gone]
+    alone = [
+        batch
+        for prompt, answer, advantage in kept
+        for batch in pack(
+            [response_document([1] * prompt, [2] * answer, {"advantages": advantage, "rollout_log_probs": -1.0})], 20, 1
+        )
+    ]
+    losses = []
+    for batches, masked in ((whole, True), (alone, False)):
+        algorithm = AlgorithmConfig(loss_agg_mode=mode, mask_truncated_completions=masked)
+        objective = PolicyObjective(batches, algorithm, LONGEST)
+        losses.append(sum(float(objective(torch.full(b.input_ids.shape, -1.0).double(), b)[0]) for b in batches))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9) and losses[0] != 0
+
+
 # Every response with log-probs of its own under the four policies: drawn once, the same in any split.
 POLICIES = ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs")
 DRAWN = [

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from forerun.data.prompts import Prompt
 from forerun.errors import ForerunError, UsageError
 from forerun.models.carrier import named_weights
 from forerun.rewards.protocol import RewardRequest, RewardResult
+from forerun.rollout.protocol import Completion, Request
 from forerun.trainers.prompt_files import check_ground_truth
 from forerun.trainers.rl import RLTrainer
 from tests.trainers.tiny import make_tokenizer
@@ -148,6 +150,24 @@ def test_held_out_prompts_are_answered_greedily(tmp_path: Path) -> None:
     made = trainer(settings(tmp_path), eval_prompts=PROMPTS[:2])
     assert made.evaluate() == made.evaluate()
     assert made.evaluate().keys() >= {"val/reward_mean", "val/response_length_mean"}
+
+
+def test_held_out_prompts_are_sampled_where_that_is_wanted(tmp_path: Path) -> None:
+    made = trainer(settings(tmp_path, "rollout.val_kwargs={n: 5, temperature: 1.0}"), eval_prompts=PROMPTS[:2])
+    asked: list[Request] = []
+    generate = made.rollout.generate
+
+    def watch(requests: list[Request], *more: Any) -> list[Completion]:
+        asked.extend(requests)
+        return generate(requests, *more)
+
+    made.rollout.generate = watch  # type: ignore[method-assign]
+    found = made.evaluate()
+    assert [request.sampling.temperature for request in asked] == [1.0] * 10
+    assert len({request.sampling.seed for request in asked}) == 10
+    assert found["val/reward_best"] > found["val/reward_mean"]  # type: ignore[operator]
+    with pytest.raises(UsageError, match=r"rollout\.val_kwargs\.temperature=0 is greedy, which n, top_p and"):
+        settings(tmp_path, "rollout.val_kwargs.n=4")
 
 
 @pytest.mark.parametrize("before", [True, False])

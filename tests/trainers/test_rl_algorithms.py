@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from forerun.trainers.experience import sample_batches
 from forerun.trainers.rl import RLTrainer
 from tests.logged import repeatable_metrics
 from tests.trainers.tiny import make_model
-from tests.trainers.tiny_rl import PROMPTS, PlainRollout, assert_same, settings, trainer, weights
+from tests.trainers.tiny_rl import MTP, PROMPTS, PlainRollout, assert_same, settings, trainer, weights
 
 CORRECTION = "algorithm.rollout_correction"
 OFF_POLICY = ["ppo_mini_batch_size=2", "ppo_epochs=2"]
@@ -135,6 +136,19 @@ def test_a_run_resumes_bit_identically(tmp_path: Path, name: str) -> None:
 
 
 # ---- what each does, and what it leaves alone
+
+
+def test_where_all_responses_are_truncated_the_block_alone_learns(tmp_path: Path) -> None:
+    made = trainer(settings(tmp_path, "algorithm.mask_truncated_completions=true", "optim.weight_decay=0", *MTP))
+    generate = made.rollout.generate
+    made.rollout.generate = lambda *asked: [  # type: ignore[method-assign]
+        replace(completion, finish_reason="length") for completion in generate(*asked)
+    ]
+    before = weights(made)
+    metrics = made.step(PROMPTS)
+    assert metrics["response_clip_ratio"] == 1 and metrics["loss"] == 0
+    moved = {name for name, tensor in weights(made).items() if not torch.equal(tensor, before[name])}
+    assert moved and all("mtp" in name for name in moved)
 
 
 def test_dual_clip_is_idle_on_policy_and_bounds_what_an_old_policy_punishes(tmp_path: Path) -> None:

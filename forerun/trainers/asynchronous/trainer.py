@@ -155,12 +155,12 @@ class AsyncRLTrainer(RLRun):
         return found
 
     def generate(
-        self, prompts: Sequence[Prompt], n: int | None = None, greedy: bool = False, first: int = 0
+        self, prompts: Sequence[Prompt], n: int | None = None, held_out: bool = False, first: int = 0
     ) -> list[Completion]:
         """See `RLRun.generate`."""
         # Rank 0's, kept when every worker is lost: the next ones that answer nothing new were replaced in vain.
         answers: dict[str, Completion] = {}
-        work = partial(self._answer, answers, prompts, n, greedy, first)
+        work = partial(self._answer, answers, prompts, n, held_out, first)
         while (found := self.first.does(work)) is None:
             self._update_workers({})  # as above
         return found
@@ -200,10 +200,10 @@ class AsyncRLTrainer(RLRun):
         return None if found is None else (*found, self.rollouts.num_ready())
 
     def _answer(
-        self, answers: dict[str, Completion], prompts: Sequence[Prompt], n: int | None, greedy: bool, first: int
+        self, answers: dict[str, Completion], prompts: Sequence[Prompt], n: int | None, held_out: bool, first: int
     ) -> list[Completion] | None:
         self._pause()
-        return self.rollouts.generate(self.requests.batch(prompts, self.rl_step, first, n, greedy), answers)
+        return self.rollouts.generate(self.requests.batch(prompts, self.rl_step, first, n, held_out), answers)
 
     def _hand_over_weights(self) -> list[tuple[str, str | None]]:
         """Give them to every worker; returns the digests of the trained drafter and of each worker's, if they draft."""
