@@ -6,6 +6,7 @@ machine; `check_layout` is the part of it that holds on any.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from forerun.families import text_section
 from forerun.models.config_overrides import overridden_config
 from forerun.trainers.megatron_setup import check_megatron
 from forerun.trainers.setup import resolve_device
+
+logger = logging.getLogger(__name__)
 
 # Rotary scalings that transformers computes from max_position_embeddings where no original_max_position_embeddings is.
 _FROM_CONTEXT = ("yarn", "llama3", "longrope")
@@ -92,6 +95,20 @@ def check_ranks(config: SFTConfig | RLConfig, num_ranks: int | None) -> None:
     if config.engine.strategy == "megatron":
         megatron_version()
     check_layout(config, num_ranks, resolve_device(config.engine))
+
+
+def warn_of_float32(config: SFTConfig | RLConfig, num_ranks: int, device: torch.device) -> None:
+    """Say so where a GPU computes in float32, the default, which is exact and a small part of its speed."""
+    engine = config.engine
+    if device.type != "cuda" or config.model.dtype != "float32":
+        return
+    if engine.strategy == "megatron":
+        setting = "model.dtype=bfloat16"
+    elif engine.autocast != "none" or engine.param_dtype is not None:
+        return
+    else:
+        setting = "engine.param_dtype=bfloat16" if num_ranks > 1 else "engine.autocast=bfloat16"
+    logger.warning("training computes in float32, many times slower than in bfloat16: set %s", setting)
 
 
 def check_layout(config: SFTConfig | RLConfig, num_ranks: int | None, device: torch.device) -> None:

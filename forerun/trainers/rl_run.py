@@ -31,7 +31,7 @@ from forerun.report.progress import ProgressBar
 from forerun.rewards.runner import RewardRunner
 from forerun.rollout.protocol import Completion
 from forerun.trainers.alarms import Alarms
-from forerun.trainers.checks import check_config, check_ranks
+from forerun.trainers.checks import check_config, check_ranks, warn_of_float32
 from forerun.trainers.experience import Sample, best_of_groups, rollout_figures, text_table
 from forerun.trainers.judging import Scorer, check_rewards, judged_samples
 from forerun.trainers.megatron_setup import make_megatron_engine
@@ -95,6 +95,8 @@ class RLRun(ABC):
         self.ranks = RankGroup(mesh)
         set_seed(config.trainer.seed)
         device = resolve_device(config.engine)
+        if engine is None and self.ranks.rank == 0:
+            warn_of_float32(config, self.ranks.size, device)
         self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
         # Data and reward before the model: what is wrong with them is found in a second.
         data = config.data

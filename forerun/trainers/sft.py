@@ -32,7 +32,7 @@ from forerun.models.carrier import MTPCarrier
 from forerun.report.progress import ProgressBar
 from forerun.trainers.alarms import Alarms
 from forerun.trainers.batching import make_rows, micro_batches
-from forerun.trainers.checks import check_config, check_ranks
+from forerun.trainers.checks import check_config, check_ranks, warn_of_float32
 from forerun.trainers.head_init import fit_new_head
 from forerun.trainers.megatron_setup import make_megatron_engine
 from forerun.trainers.setup import (
@@ -96,6 +96,9 @@ class SFTTrainer:
         self.config = config
         set_seed(config.trainer.seed)
         device = resolve_device(config.engine)
+        ranks = RankGroup(mesh)
+        if engine is None and ranks.rank == 0:
+            warn_of_float32(config, ranks.size, device)
         needs_tokenizer = tokenizer is None and (documents is None or engine is None)
         self.tokenizer = load_tokenizer(config.model) if needs_tokenizer else tokenizer
         # Data before the model: a bad row is found in a second, not after a minute's loading.
@@ -118,7 +121,7 @@ class SFTTrainer:
             # Shards move to the device as they are cut, which need not hold the whole model.
             place = device if mesh is None else torch.device("cpu")
             engine = made = TorchEngine(
-                load_model(config.model, config.mtp, place, config.trainer.seed, init, RankGroup(mesh)),
+                load_model(config.model, config.mtp, place, config.trainer.seed, init, ranks),
                 engine_config(config.engine, config.optim, config.mtp, self.total_steps, not config.freeze_trunk),
                 mtp_loss,
                 HiddenCache() if config.cache_hiddens else None,
