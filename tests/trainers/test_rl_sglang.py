@@ -35,8 +35,10 @@ from tests.trainers.tiny_rl import MTP, PROMPTS, ShareOfWord, settings
 
 def start(asked: LaunchSettings, mtp: MTPConfig | None, sessions: bool) -> tuple[str, ExitStack]:
     """A server of the protocol as the launch settings ask for it, on the checkpoint that they name."""
-    assert asked.dtype == "float32"  # as it is trained: "auto" would make it float16
-    model = load(asked.model_dir).eval()
+    model = load(asked.model_dir, dtype=getattr(torch, asked.dtype)).eval()  # "auto" would be float16
+    with torch.no_grad():  # what a server starts on is replaced before it generates
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
     assert isinstance(model, MTPCarrier) and mtp is not None
     server = SGLangServer(
         model,
@@ -70,8 +72,8 @@ def test_a_run_rolls_out_on_sglang(
     model = attach(make_model(), config.mtp)
     engine = TorchEngine(model, engine_config(config.engine, config.optim, config.mtp, total_steps=2))
     made = RLTrainer(config, prompts=PROMPTS, engine=engine, reward=ShareOfWord(), tokenizer=make_tokenizer())
-    assert isinstance(made.rollout, SGLangEngine) and made.rollout.facts.deterministic == deterministic
     made.train()
+    assert isinstance(made.rollout, SGLangEngine) and made.rollout.facts.deterministic == deterministic
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
@@ -84,13 +86,19 @@ def test_a_run_rolls_out_on_sglang(
 
 
 @pytest.mark.parametrize(
-    ("setting", "device", "way"),
-    [("auto", "cuda", "nccl"), ("auto", "cpu", None), ("request", "cuda", None), ("nccl", "cuda", "nccl")],
+    ("setting", "device", "started", "way"),
+    [
+        ("auto", "cuda", False, "nccl"),
+        ("auto", "cpu", False, None),
+        ("request", "cuda", False, None),
+        ("auto", "cuda", True, None),
+        ("nccl", "cuda", True, "nccl"),
+    ],
 )
 def test_weights_travel_as_the_run_says(
-    setting: str, device: str, way: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setting: str, device: str, started: bool, way: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine that has no GPU, gloo does what NCCL is asked for."""
+    """On a machine that has no GPU, gloo does what NCCL is asked for. A server that is started shares a GPU with us."""
     asked: list[str | None] = []
 
     def broadcast(client: Client, tp_size: int, backend: str) -> Broadcast:
@@ -102,9 +110,12 @@ def test_weights_travel_as_the_run_says(
     model = attach(make_model(), MTPConfig(enable=True))
     model.save_pretrained(tmp_path / "model")
     with serving(SGLangServer(model, tmp_path / "model", num_steps=2)) as url:
-        there = ["rollout.engine=sglang", f"rollout.base_url={url}", f"rollout.weight_transport={setting}"]
+        monkeypatch.setattr(sglang, "launch", lambda *_: (url, ExitStack()))
+        place = f"rollout.python={sys.executable}" if started else f"rollout.base_url={url}"
+        there = ["rollout.engine=sglang", place, f"rollout.weight_transport={setting}"]
         drafting = ["mtp.enable_rollout=true", "mtp.speculative_num_steps=2", "mtp.speculative_num_draft_tokens=3"]
-        made = make_rollout_engine(settings(tmp_path, *MTP, *there, *drafting), None)
+        own = [f"model.path={tmp_path / 'model'}"]
+        made = make_rollout_engine(settings(tmp_path, *MTP, *there, *drafting, *own), None)
         made.update_weights(named_weights(attach(make_model(seed=1), MTPConfig(enable=True))), 1)
         assert made.weight_version == 1 and asked == ([] if way is None else [way])
         made.close()
