@@ -24,6 +24,7 @@ from forerun.models.loading import load
 from forerun.mtp.config import MTPConfig
 from forerun.rollout.served import ServedFiles
 from forerun.trainers.served_model import served_model
+from forerun.trainers.setup import load_model
 from tests.checkpoint.test_reader import as_hub_cache
 from tests.engines.test_sharded import Case, mesh_of
 from tests.families.handmade import read
@@ -171,17 +172,21 @@ def test_a_model_that_the_caller_brought_is_served_and_not_that_at_model_path(tm
         assert (served / WEIGHTS).is_symlink()
 
 
-def rank_serves(group: dist.ProcessGroup, path: Path) -> list[str]:
+def rank_serves(group: dist.ProcessGroup, path: Path) -> tuple[int, bool] | None:
     """Rank 0 alone, while the model lies in shards and the other one does not take part."""
-    made = TorchEngine(load(path), TorchEngineConfig(), mesh=mesh_of(Case(), group))
+    config = config_of(path)
+    model = load_model(config.model, config.mtp, torch.device("cpu"))
+    made = TorchEngine(model, TorchEngineConfig(), mesh=mesh_of(Case(), group))
     if made.ranks.rank:
-        return []
-    with served_model(config_of(path), made, None) as served:
-        return [file.name for file in served.iterdir() if file.is_symlink()]
+        return None
+    with served_model(config, made, None) as served:
+        return ServedFiles(served).depth, (served / WEIGHTS).is_symlink()
 
 
 def test_one_rank_serves_what_lies_in_shards(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(rank_serves, [carrier(tmp_path / "model")] * 2) == [[WEIGHTS], []]
+    assert ranks.run(rank_serves, [carrier(tmp_path / "model")] * 2) == [(1, True), None]
+    make_model().save_pretrained(tmp_path / "trunk")
+    assert ranks.run(rank_serves, [tmp_path / "trunk"] * 2) == [(1, False), None]
 
 
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:
