@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,6 +13,7 @@ from forerun.data.batch import Batch
 from forerun.engines.accumulation import LossFn
 from forerun.engines.ranks import RankGroup
 from forerun.errors import ForerunError
+from forerun.models.weight_stream import WeightStream
 
 
 class NonFiniteError(ForerunError):
@@ -104,12 +105,13 @@ class TrainingEngine(Protocol):
         """
         ...
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Trunk and MTP weights under Hugging Face names; what a rollout engine's `update_weights` takes."""
+    def named_weights(self) -> WeightStream:
+        """Trunk and MTP weights under Hugging Face names, the trunk's first; what a rollout engine's `update_weights`
+        takes. Every rank calls it, and then reads as many."""
         ...
 
-    def drafter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The MTP part of `named_weights` alone; empty without an MTP block."""
+    def drafter_weights(self) -> WeightStream:
+        """The MTP part of `named_weights` alone, without making the rest; empty without an MTP block."""
         ...
 
     def export(self, directory: Path) -> None:

@@ -50,6 +50,7 @@ from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier, mtp_weight_names, named_weights
 from forerun.models.saving import save_streamed, saved_tensors
 from forerun.models.trunk import base_model
+from forerun.models.weight_stream import WeightStream
 from forerun.mtp.config import MTPConfig
 from forerun.mtp.stats import MTPStats
 from forerun.report.atomic import failures
@@ -309,13 +310,17 @@ class TorchEngine:
 
     # ---- weights and state
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, whole(tensor)) for name, tensor in named_weights(self.model))
+    def named_weights(self) -> WeightStream:
+        drafter = self._drafter_names()
+        return _gathered(sorted(named_weights(self.model), key=lambda pair: pair[0] in drafter))
 
-    def drafter_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def drafter_weights(self) -> WeightStream:
         """The MTP block's weights alone, under Hugging Face names."""
-        wanted = set(mtp_weight_names(self.model).values()) if isinstance(self.model, MTPCarrier) else set()
-        return ((name, whole(tensor)) for name, tensor in named_weights(self.model) if name in wanted)
+        drafter = self._drafter_names()
+        return _gathered([(name, tensor) for name, tensor in named_weights(self.model) if name in drafter])
+
+    def _drafter_names(self) -> set[str]:
+        return set(mtp_weight_names(self.model).values()) if isinstance(self.model, MTPCarrier) else set()
 
     def export(self, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
         tensors = saved_tensors(self.model)
@@ -364,6 +369,10 @@ class TorchEngine:
         saved.restore_random_state()
         self.global_step = int(document["global_step"])
         return document["extra"]
+
+
+def _gathered(shards: Sequence[tuple[str, Tensor]]) -> WeightStream:
+    return WeightStream(shards, ((name, whole(tensor)) for name, tensor in shards))
 
 
 def _no_loss(log_probs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -26,6 +26,7 @@ How = Literal["same", "rows", "qkv", "halves"]
 # Tells Megatron's names from others.
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
+MTP = "mtp."  # what the names of all of its layers begin with
 # (Megatron's name, Hugging Face's, how) inside a decoder layer.
 _Part = tuple[str, tuple[str, ...], "How"]
 _NORMS: tuple[_Part, ...] = (
@@ -174,12 +175,12 @@ def entries(family: FamilyRecord, shape: TrunkShape, depth: int) -> Iterator[Ent
             *((("final_layernorm", "final_norm", "same"),) if family.final_norm else ()),
         ):
             ours = family.tensor_name(k, f"{part}.weight", shape.layers)
-            yield Entry(f"mtp.layers.{k}.{name}.weight", (ours,), how)
+            yield Entry(f"{MTP}layers.{k}.{name}.weight", (ours,), how)
 
         def of_block(part: str, k: int = k) -> str:
             return family.tensor_name(k, f"decoder.{part}", shape.layers)
 
-        yield from layer(shape.layers + k, f"mtp.layers.{k}.transformer_layer.", of_block)
+        yield from layer(shape.layers + k, f"{MTP}layers.{k}.transformer_layer.", of_block)
 
 
 def refuse_megatron_names(path: str | Path, tensor_names: Collection[str]) -> None:

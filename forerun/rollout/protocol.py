@@ -188,8 +188,13 @@ class RolloutEngine(Protocol):
         ...
 
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Replace trunk and drafter weights (Hugging Face names). All of them arrive or the old ones stay. An engine
-        outside this process that fails on the way refuses to generate until an update has arrived whole.
+        """Replace trunk and drafter weights (Hugging Face names), checked as a whole before any is replaced. One that
+        fails on the way, as a weight cannot be made or sent, leaves an engine that refuses to generate until an update
+        has arrived whole.
+
+        Args:
+            named_tensors: a `WeightStream` is read as it is sent, a bucket at a time; anything else is held as a whole.
+            version: of these weights.
 
         Raises:
             ForerunError: a tensor missing, unknown or of another shape, which it names; or a failure on the way.

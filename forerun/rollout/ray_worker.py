@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from forerun.errors import ForerunError, one_line
+from forerun.models.weight_stream import Named
 from forerun.rollout.local_worker import LocalWorker
 from forerun.rollout.protocol import Completion, NamedTensors, Request, RolloutEngine, UpdatesInParts
 from forerun.rollout.served import buckets
-from forerun.rollout.sync import Named
 from forerun.rollout.workers import WorkerLostError
 
 # A tensor in the object store: its name, dtype and shape, and its bytes.

@@ -17,7 +17,7 @@ from forerun.checkpoint.reader import CheckpointReader
 from forerun.errors import UsageError
 from forerun.families import FamilyRecord, family_of, present_depth, text_section, trunk_layers
 from forerun.models.layout import split
-from forerun.rollout.sync import Named
+from forerun.models.weight_stream import Named
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _UNREAD = ".rotary_emb.inv_freq"
@@ -96,17 +96,23 @@ def split_experts(named_tensors: Iterable[Named], family: FamilyRecord, stored: 
             yield name, tensor
         else:
             yield from split(name, tensor, family)
+        del tensor  # or it would be there while the next one is made
 
 
 def buckets(named_tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
-    """Lists of tensors of at most `limit` bytes together; one that is larger goes alone."""
+    """Lists of tensors of at most `limit` bytes together; one that is larger goes alone.
+
+    A list is emptied when the next one is asked for, so that there is never more than one.
+    """
     bucket: list[Named] = []
     size = 0
     for name, tensor in named_tensors:
         if bucket and size + tensor.nbytes > limit:
             yield bucket
-            bucket, size = [], 0
+            bucket.clear()
+            size = 0
         bucket.append((name, tensor))
         size += tensor.nbytes
+        del tensor
     if bucket:
         yield bucket

@@ -3,35 +3,56 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from forerun.errors import ForerunError
 from forerun.models.carrier import check_names
+from forerun.models.weight_stream import Named, WeightStream
 
-Named = tuple[str, Tensor]
 
-
-@torch.no_grad()
-def digest(named_tensors: Iterable[Named], dtype: torch.dtype | None = None) -> str:
-    """SHA-256 (hex) over names, dtypes, shapes and bytes; the order of the tensors does not matter.
+class Digest:
+    """SHA-256 over names, dtypes, shapes and bytes of tensors as they come by; their order does not matter.
 
     Args:
-        named_tensors: on any device; brought to the CPU one at a time.
         dtype: cast to it first. A trainer in float32 gives the engine's dtype to compare with a bfloat16 engine.
     """
-    parts = []
-    for name, tensor in named_tensors:
-        tensor = tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
-        head = f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode()
-        part = hashlib.sha256(head)
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+        self._parts: list[tuple[str, bytes]] = []
+
+    @torch.no_grad()
+    def add(self, name: str, tensor: Tensor) -> None:
+        """One that is there now, on any device."""
+        tensor = tensor.detach().to("cpu", self._dtype or tensor.dtype).contiguous()
+        part = hashlib.sha256(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         part.update(tensor.flatten().view(torch.uint8).numpy().data)
-        parts.append((name, part.digest()))
-    whole = hashlib.sha256()
-    for _, part_digest in sorted(parts):
-        whole.update(part_digest)
+        self._parts.append((name, part.digest()))
+
+    def hexdigest(self) -> str:
+        return hashlib.sha256(b"".join(part for _, part in sorted(self._parts))).hexdigest()
+
+
+def digesting(stream: WeightStream, names: Container[str], into: Digest) -> WeightStream:
+    """The same stream, of which `into` gets those of these names as they come by."""
+
+    def seen(named: Named) -> Named:
+        if named[0] in names:
+            into.add(*named)
+        return named
+
+    return WeightStream(stream.described, map(seen, stream))
+
+
+def digest(named_tensors: Iterable[Named], dtype: torch.dtype | None = None) -> str:
+    """`Digest` of all of these; they are brought to the CPU one at a time."""
+    whole = Digest(dtype)
+    for name, tensor in named_tensors:
+        whole.add(name, tensor)
+        del tensor  # or it would be there while the next one is made
     return whole.hexdigest()
 
 
@@ -40,7 +61,7 @@ def check_complete(own: Mapping[str, Tensor], given: Sequence[Named], drafter_na
 
     Args:
         own: the engine's weights by name.
-        given: the update.
+        given: the update; only names, shapes and dtypes are looked at.
         drafter_names: which of them are the drafter's; their absence is reported as such.
 
     Raises:

@@ -11,10 +11,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from torch import Tensor
-
 from forerun.engines.ranks import RankGroup
 from forerun.errors import ForerunError
+from forerun.models.weight_stream import Named, WeightStream
 from forerun.rewards.protocol import RewardRequest, RewardResult
 from forerun.rollout.protocol import Completion, NamedTensors, Request, RolloutEngine, SpeculationTotals
 from forerun.trainers.judging import Scorer
@@ -102,11 +101,13 @@ class RankedRollout:
         self._torn = True  # until all engines have the same
         engine = self.engine
 
-        def update(made: Iterator[tuple[str, Tensor]]) -> None:
+        def update(made: Iterator[Named]) -> None:
             assert engine is not None
-            # An engine takes all of them before it changes anything, and gathered ones are copies: a device whose ranks
-            # share the model may have no room for it as a whole.
-            engine.update_weights(((name, tensor.cpu()) for name, tensor in made), version)
+            # A stream stays one: gathered weights are copies, and no rank has room for all of them.
+            if isinstance(named_tensors, WeightStream):
+                engine.update_weights(WeightStream(named_tensors.described, made), version)
+            else:
+                engine.update_weights(made, version)
 
         self.ranks.take(named_tensors, None if engine is None else update)
         self.weight_version = version

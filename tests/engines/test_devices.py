@@ -6,6 +6,8 @@ A tensor that is made without `device=` fails here as it would on a GPU (`tests.
 from __future__ import annotations
 
 import itertools
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from forerun.engines.ranks import RankGroup
 from forerun.engines.torch_engine import TorchEngine
 from forerun.models.attach import attach
 from forerun.models.carrier import named_weights
+from forerun.models.weight_stream import Named, WeightStream
 from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.native.sampler import Sampler
 from forerun.rollout.protocol import Completion
@@ -171,12 +174,21 @@ def test_a_decoding_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPat
     assert waited["judge"][-steps:] == [1] * steps  # before them, a prompt's first token
 
 
-def test_weights_that_ranks_gather_wait_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_ranks_gather_do_not_gather_on_the_device() -> None:
     model = carrier()
     engine = engine_of(model)
-    held: list[torch.device] = []
-    monkeypatch.setattr(engine, "update_weights", lambda named, _: held.extend(tensor.device for _, tensor in named))
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most: list[int] = []
+
+    def gathered() -> Iterator[Named]:
+        for name, tensor in named_weights(model):
+            made = (tensor * 1.5).to(DEVICE)
+            alive.add(made)
+            most.append(len(alive))
+            yield name, made
+            del made
+
     with second_device():
-        gathered = ((name, tensor.to(DEVICE)) for name, tensor in named_weights(model))
-        RankedRollout(RankGroup(), engine).update_weights(gathered, 1)
-    assert len(held) == len(list(named_weights(model))) and set(held) == {torch.device("cpu")}
+        RankedRollout(RankGroup(), engine).update_weights(WeightStream(named_weights(model), gathered()), 1)
+    assert len(most) == len(list(named_weights(model))) and max(most) == 1
+    assert all(torch.equal(engine.runner.weights[name], tensor * 1.5) for name, tensor in named_weights(model))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.errors import ForerunError, UsageError
 from forerun.models.attach import attach
 from forerun.models.carrier import MTPCarrier, named_weights
+from forerun.models.weight_stream import WeightStream
 from forerun.mtp.config import MTPConfig
 from forerun.trainers.policy_objective import PolicyObjective
 from tests.engines import steps
@@ -179,9 +180,35 @@ def train(engine: TrainingEngine, gradients: Any, steps: int = STEPS) -> dict[st
     }
 
 
+DIVIDING = [f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert")]
+
+
 def rank_train(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
     engine = megatron_engine(case)
-    return train(engine, None if case.distributed else megatron_gradients)
+    found = train(engine, None if case.distributed else megatron_gradients)
+    return found | {"sent": {which: sent(getattr(engine, which)) for which in ("named_weights", "drafter_weights")}}
+
+
+def sent(make: Callable[[], WeightStream]) -> dict[str, int]:
+    """Bytes of what ranks gather and hear when weights are described, and when they are read; and of the weights."""
+    count = 0
+
+    def counted(call: Any) -> Any:
+        def called(tensor: Any, *arguments: Any, **named: Any) -> Any:
+            nonlocal count
+            count += sum(each.nbytes for each in (tensor if isinstance(tensor, list) else [tensor]))
+            return call(tensor, *arguments, **named)
+
+        return called
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather", counted(dist.all_gather))
+        patch.setattr(dist, "broadcast", counted(dist.broadcast))
+        stream = make()
+        described = count
+        for _ in stream:
+            pass
+    return {"described": described, "read": count, "bytes": sum(tensor.nbytes for _, tensor in stream.described)}
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +253,12 @@ def test_trains_as_the_torch_engine_does(name: str, request: pytest.FixtureReque
     if case.distributed:  # each rank has the sum of its own part of the gradients
         alone["gradients"] = {}
     for found in ranks.run(rank_train, [case] * size):
-        assert_close(found, alone)
+        whole, drafter = (found["sent"][which] for which in ("named_weights", "drafter_weights"))
+        assert whole["described"] == drafter["described"] == 0
+        # Twice: gathered, and told to other stages.
+        assert drafter["bytes"] < whole["bytes"] / 2 and drafter["read"] <= 2 * drafter["bytes"]
+        assert (whole["read"] > drafter["read"]) == any(case.layout.get(key, 1) > 1 for key in DIVIDING)
+        assert_close({key: value for key, value in found.items() if key != "sent"}, alone)
 
 
 def advance(engine: TrainingEngine, steps: range) -> dict[str, Tensor]:

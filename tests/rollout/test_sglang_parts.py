@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun.errors import ForerunError, UsageError
+from forerun.models.weight_stream import WeightStream
 from forerun.mtp.config import MTPConfig
 from forerun.rollout.protocol import Request, SamplingParams
 from forerun.rollout.sglang.completion import to_completion
@@ -262,7 +263,7 @@ def test_stacked_experts_are_sent_one_by_one_in_the_servers_dtype(tmp_path: Path
     for layer in (0, 1):
         given.append((f"model.layers.{layer}.mlp.experts.gate_up_proj", torch.randn(2, 6, 4)))
         given.append((f"model.layers.{layer}.mlp.experts.down_proj", torch.randn(2, 4, 3)))
-    stored = dict(served.as_stored(given))
+    stored = dict(served.as_stored(WeightStream.of(given)))
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     stacked = given[2][1].bfloat16()
     assert torch.equal(stored["model.layers.0.mlp.experts.1.gate_proj.weight"], stacked[1, :3])
@@ -271,13 +272,14 @@ def test_stacked_experts_are_sent_one_by_one_in_the_servers_dtype(tmp_path: Path
     # The zero bias and the copy of the embedding may stay away; a drafter's expert may not.
     assert "model.layers.0.self_attn.q_proj.bias" not in stored and "model.layers.1.embed_tokens.weight" not in stored
     with pytest.raises(ForerunError, match=r"2 of the drafter's 7 weights are missing, first .*layers\.1.*down_proj"):
-        served.as_stored(given[:-1])
+        served.as_stored(WeightStream.of(given[:-1]))
     drafter = [name for name, tensor in given if served.is_drafter(name)]
     assert drafter == [given[1][0], given[4][0], given[5][0]]
-    own = {name: tensor for name, tensor in stored.items() if name.startswith("model.layers.1.")}
-    assert served.digest_of(stored.items()) == digest(own.items())
+    assert served.drafter_names == {name for name in stored if name.startswith("model.layers.1.")}
+    files = load_file(tmp_path / "model" / "model.safetensors")
+    assert served.drafter_digest == digest((name, files[name]) for name in served.drafter_names)
     wide = SGLangWeights(tmp_path / "model", torch.float32)
-    assert dict(wide.as_stored(given))["model.embed_tokens.weight"].dtype == torch.float32
+    assert dict(wide.as_stored(WeightStream.of(given)))["model.embed_tokens.weight"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("of", ["sglang", "vllm"])
@@ -293,13 +295,11 @@ def test_what_only_files_hold_may_stay_away(of: str, tmp_path: Path) -> None:
     config["text_config"] = {**config, "tie_word_embeddings": True}
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if of == "sglang":
-        sent = SGLangWeights(path, None).as_stored(given)
+        sent = SGLangWeights(path, None).as_stored(WeightStream.of(given))
         assert dict(sent).keys() == dict(given).keys()
     else:
-        plan = VLLMWeights(path).plan(given)
-        assert dict([*plan.trunk, *plan.drafter]).keys() == tensors.keys() - {
-            next(n for n in tensors if "inv_freq" in n)
-        }
+        plan = VLLMWeights(path).plan(WeightStream.of(given))
+        assert dict(plan.tensors).keys() == tensors.keys() - {next(n for n in tensors if "inv_freq" in n)}
 
 
 def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -47,7 +47,9 @@ class Allocations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
+            if not isinstance(tensor, Tensor) or tensor.is_meta:
+                continue
+            if tensor.untyped_storage().data_ptr() not in given:
                 self.bytes += tensor.untyped_storage().nbytes()
         return result
 

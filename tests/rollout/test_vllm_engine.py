@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 import forerun
 from forerun.errors import ForerunError, UsageError
 from forerun.models.carrier import MTPCarrier, mtp_weight_names, named_weights
+from forerun.models.weight_stream import Named, WeightStream
 from forerun.rollout.protocol import Completion, Request, SamplingParams, SpeculationTotals
 from forerun.rollout.scoring import score_texts
 from forerun.rollout.sync import digest
@@ -129,7 +131,20 @@ def test_experts_arrive_bucket_by_bucket_in_trunk_and_drafter(
     assert engine.drafter_digest() == trainers_digest(model)
     changed = disturbed(model)
     assert engine.drafter_digest() != trainers_digest(changed)
-    engine.update_weights(named_weights(changed), 4)
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most: list[int] = []
+
+    def made() -> Iterator[Named]:  # as ranks gather them
+        for name, tensor in named_weights(changed):
+            alive.add(whole := tensor.clone())
+            most.append(sum(tensor.nbytes for tensor in alive))
+            yield name, whole
+            del whole
+
+    stream = WeightStream(named_weights(changed), made())
+    largest = max(tensor.nbytes for _, tensor in stream.described)
+    engine.update_weights(stream, 4)
+    assert len(most) == len(stream.described) and max(most) <= BUCKET + 2 * largest < sum(written) / 2
     assert len(written) > 5 and max(written) <= BUCKET
     assert engine.drafter_digest() == trainers_digest(changed)
     sampling = SamplingParams(max_tokens=20)
@@ -165,6 +180,25 @@ def test_an_update_that_breaks_off_is_sent_again(
     assert engine.drafter_digest() == trainers_digest(model)
     (directory,) = {path.parent for path in files}
     assert not directory.exists()
+
+
+def test_weights_that_cannot_be_made_leave_a_half_update_too(engine: VLLMEngine, model: MTPCarrier) -> None:
+    def made() -> Iterator[Named]:
+        for name, tensor in named_weights(model):
+            if "layers.1." in name:
+                raise RuntimeError("a rank is gone")
+            yield name, torch.zeros_like(tensor)
+
+    version = engine.weight_version
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        engine.update_weights(WeightStream(named_weights(model), made()), 13)
+    with pytest.raises(ForerunError, match="half of a weight update"):
+        engine.generate(asked(SamplingParams()))
+    assert engine.weight_version == version
+    engine.update_weights(named_weights(model), 14)
+    sampling = SamplingParams(max_tokens=20)
+    check_log_probs(model, engine.generate(asked(sampling)), sampling)
+    assert engine.drafter_digest() == trainers_digest(model)
 
 
 @pytest.mark.parametrize(

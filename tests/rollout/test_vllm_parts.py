@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forerun.errors import ForerunError, UsageError
 from forerun.models.carrier import MTPCarrier, mtp_weight_names, named_weights
+from forerun.models.weight_stream import WeightStream
 from forerun.rollout.vllm.completion import Judged, accepted_draft, judged
 from forerun.rollout.vllm.connection import Finished
 from forerun.rollout.vllm.launch import LaunchSettings, engine_arguments
@@ -33,10 +34,12 @@ def served(name: str, folder: Path) -> tuple[MTPCarrier, Path]:
 def test_an_update_is_what_the_served_files_hold(name: str, tmp_path: Path) -> None:
     model, path = served(name, tmp_path)
     weights = ServedWeights(path)
-    plan = weights.plan(list(named_weights(model)))
-    planned = dict([*plan.trunk, *plan.drafter])
+    plan = weights.plan(WeightStream.of(named_weights(model)))
+    sent = list(plan.tensors)
+    planned, parts = dict(sent), [weights.is_drafter(name) for name, _ in sent]
     files = load_file(path / "model.safetensors")
-    assert planned.keys() == files.keys() and len(planned) == len(plan.trunk) + len(plan.drafter)
+    assert planned.keys() == files.keys() and len(planned) == len(sent)
+    assert parts == sorted(parts) and {False, True} == set(parts)  # the trunk's first
     assert all(torch.equal(planned[name], tensor) for name, tensor in files.items())
     own = set(mtp_weight_names(model).values())
     layout = {name: shape for name, shape, _ in weights.drafter_layout(plan.biased)}
@@ -63,14 +66,46 @@ def test_a_plan_is_whole_or_refused(change: str, tmp_path: Path) -> None:
         given = [pair for pair in given if ".mtp_layers." not in pair[0]]
         name = "drafter"
     with pytest.raises(ForerunError, match=name):
-        ServedWeights(path).plan(given)
+        ServedWeights(path).plan(WeightStream.of(given))
+
+
+def test_weights_are_rounded_to_the_engines_dtype_on_the_way(tmp_path: Path) -> None:
+    """But for those that the engine holds wider, as it says; where it fuses one of these, nobody knows, and none is."""
+    model, path = served("glm4_moe", tmp_path)
+    weights, given = ServedWeights(path), dict(named_weights(model))
+
+    def sent(dtype: torch.dtype, *wider: str) -> dict[str, Tensor]:
+        return dict(weights.plan(WeightStream.of(given.items()), weights.sent_in(dtype, wider)).tensors)
+
+    wide = sent(torch.bfloat16, "model.layers.1.fused_gate.weight")
+    assert {tensor.dtype for tensor in wide.values()} == {torch.float32}
+    assert {tensor.dtype for tensor in sent(torch.float64).values()} == {torch.float32}  # never to a wider one
+    for name, tensor in sent(torch.bfloat16, "model.layers.1.mlp.gate.weight").items():
+        kept = name.endswith("mlp.gate.weight")
+        assert tensor.dtype == (torch.float32 if kept else torch.bfloat16), name
+        assert torch.equal(tensor, wide[name].to(tensor.dtype))
+    assert sum(name.endswith("mlp.gate.weight") for name in wide) > 1
+
+
+def test_a_drafter_that_is_not_there_is_sent_nothing(tmp_path: Path) -> None:
+    model, path = served("glm4_moe", tmp_path)
+    weights, given = ServedWeights(path), list(named_weights(model))
+    trunk = [name for name, _ in weights.plan(WeightStream.of(given), drafts=False).tensors]
+    assert sorted(trunk) == sorted(name for name in weights.shapes if not weights.is_drafter(name))
+
+
+def test_a_drafter_that_comes_first_waits_for_the_trunk(tmp_path: Path) -> None:
+    model, path = served("glm4_moe", tmp_path)
+    weights, given = ServedWeights(path), list(named_weights(model))
+    parts = [weights.is_drafter(n) for n, _ in weights.plan(WeightStream.of(reversed(given))).tensors]
+    assert parts == sorted(parts) and len(parts) == len(weights.shapes)
 
 
 def test_a_bias_that_is_not_zero_may_not_be_left_out(tmp_path: Path) -> None:
     model, path = served("mimo", tmp_path)
     given = [(n, t) for n, t in named_weights(model) if n != "model.layers.0.self_attn.q_proj.bias"]
     with pytest.raises(ForerunError, match="q_proj.bias"):  # noqa: RUF043 - any character will do
-        ServedWeights(path).plan(given)
+        ServedWeights(path).plan(WeightStream.of(given))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import forerun
 from forerun.cli import main
@@ -19,16 +21,23 @@ from forerun.config import RLConfig
 from forerun.config_file import load_config
 from forerun.data.prompts import Prompt
 from forerun.engines.ranks import RankGroup
+from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.errors import ForerunError
 from forerun.models.attach import attach
-from forerun.models.carrier import named_weights
+from forerun.models.carrier import MTPCarrier, named_weights
 from forerun.mtp.config import MTPConfig
 from forerun.rollout.native.engine import NativeEngine
-from forerun.rollout.protocol import Request, SamplingParams
+from forerun.rollout.protocol import Request, RolloutEngine, SamplingParams
+from forerun.rollout.sglang.engine import SGLangEngine
+from forerun.rollout.sync import digest
+from forerun.rollout.vllm.buckets import write_buckets
+from forerun.rollout.vllm.weights import ServedWeights
 from forerun.trainers.ranked import RankedRollout
 from forerun.trainers.rl import RLTrainer
 from tests.logged import repeatable, repeatable_metrics
 from tests.mtp.ranks import Ranks
+from tests.planner.live import LiveBytes
+from tests.rollout.sglang_server import SGLangServer, serving
 from tests.trainers.tiny import make_model
 from tests.trainers.tiny_rl import ShareOfWord
 
@@ -234,3 +243,76 @@ def test_rollout_engines_answer_for_all_ranks(ranks: Ranks, serving: list[int]) 
         # One engine that was not updated, or updated apart, must not look like the trainer's.
         assert last_digest in {expected[4], "not the same on all ranks"}
         assert (last_digest == expected[4]) == (len(serving) == 1)
+
+
+BUCKET = 100_000
+
+
+def large() -> MTPCarrier:
+    """1.7 MB of weights in float32, 66 kB the largest."""
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+    )
+    return attach(LlamaForCausalLM(config), MTPConfig(enable=True), init="plain", seed=1).eval()
+
+
+def rank_syncs(group: dist.ProcessGroup, argument: tuple[str, Path]) -> dict[str, Any]:
+    """Bytes of the most tensors alive during a sync, beyond the shards and the engine's own; and what arrived."""
+    kind, path = argument
+    torch.manual_seed(0)
+    model = large()
+    sizes = [tensor.nbytes for _, tensor in named_weights(model)]
+    found: dict[str, Any] = {"sum": sum(sizes), "largest": max(sizes)}
+    trainer = TorchEngine(model, TorchEngineConfig(), mesh=mesh_of(group))
+    if kind == "vllm":
+        served = ServedWeights(path)
+        dtypes = served.sent_in(torch.bfloat16, [])
+        with LiveBytes(model) as live:
+            start = live._bytes()  # the shards
+            plan = served.plan(trainer.named_weights(), dtypes)
+            with tempfile.TemporaryDirectory() as directory:
+                files = [file.stat().st_size for file in write_buckets(plan.tensors, Path(directory), BUCKET)]
+        return found | {"extra": max(live.peaks.values()) - start, "files": files}
+    if kind == "native":
+        return found | synced(trainer, NativeEngine(large(), products="linear"))
+    if group.rank() > 0:
+        return found | synced(trainer, None)
+    with serving(SGLangServer(large(), path)) as url:
+        engine = SGLangEngine(url, bucket_bytes=BUCKET, timeout_s=60)
+        try:
+            return found | synced(trainer, engine)
+        finally:
+            engine.close()
+
+
+def synced(trainer: TorchEngine, engine: RolloutEngine | None) -> dict[str, Any]:
+    rollout = RankedRollout(trainer.ranks, engine)
+    with LiveBytes(trainer.model) as live:
+        if isinstance(engine, NativeEngine):
+            for weight in engine.runner.weights.values():
+                live._note(weight)
+        start = live._bytes()
+        rollout.update_weights(trainer.named_weights(), 3)
+    expected = digest(trainer.drafter_weights())
+    return {"extra": max(live.peaks.values()) - start, "arrived": rollout.drafter_digest() == expected}
+
+
+@pytest.mark.parametrize("kind", ["native", "sglang", "vllm"])
+def test_a_sync_holds_one_bucket_and_not_the_model(kind: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Beside it a tensor or two: the shards that come together, the whole, its cast."""
+    model = large()
+    (model.bfloat16() if kind == "vllm" else model).save_pretrained(tmp_path)
+    for rank, found in enumerate(ranks.run(rank_syncs, [(kind, tmp_path)] * 2)):
+        bucket = BUCKET if kind == "vllm" or (kind == "sglang" and rank == 0) else 0
+        assert found["extra"] <= bucket + 3 * found["largest"] < found["sum"] / 3, (rank, found)
+        if kind == "vllm":
+            assert len(found["files"]) > 5 and sum(found["files"]) < 0.55 * found["sum"]  # half the bytes in bfloat16
+        else:
+            assert found["arrived"]

@@ -48,6 +48,7 @@ from forerun.engines.same_settings import agree_on_settings
 from forerun.engines.saving import Saver, Tensors
 from forerun.errors import UsageError
 from forerun.families import declared_depth
+from forerun.models.weight_stream import WeightStream
 from forerun.mtp.config import MTPConfig
 from forerun.mtp.stats import MTPStats
 from forerun.report.atomic import failures, write_text
@@ -331,13 +332,12 @@ class MegatronEngine:
 
     # ---- weights
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self) -> WeightStream:
         return named_weights(self.models)
 
-    def drafter_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def drafter_weights(self) -> WeightStream:
         """The MTP block's weights alone, under Hugging Face names."""
-        family, depths, layers = self.blueprint.family, self.blueprint.depths, self.blueprint.shape.layers
-        return ((name, tensor) for name, tensor in self.named_weights() if family.owns(name, depths, layers))
+        return named_weights(self.models, drafter_only=True)
 
     def export(self, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
         if self.source is None:

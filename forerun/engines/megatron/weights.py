@@ -17,10 +17,9 @@ from forerun.engines.megatron.model import Blueprint
 from forerun.engines.megatron.version import inner_layer_name
 from forerun.errors import ForerunError, UsageError
 from forerun.families import declared_depth
-from forerun.families.megatron import EMBEDDING, HEAD, Entry, entries, join, split
+from forerun.families.megatron import EMBEDDING, HEAD, MTP, Entry, entries, join, split
 from forerun.models.layout import split as split_stacked
-
-Named = tuple[str, Tensor]
+from forerun.models.weight_stream import Named, WeightStream
 
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 _INNER_LAYER = ".transformer_layer."  # of the table, which has megatron-core 0.16's names
@@ -69,21 +68,35 @@ def load_weights(chunks: Sequence[nn.Module], source: CheckpointReader | Iterabl
                 )
 
 
-def named_weights(chunks: Sequence[nn.Module], *, split_experts: bool = False) -> Iterator[Named]:
-    """Every weight, whole, under its Hugging Face name, tied ones once. Every rank gets all of them.
+def named_weights(
+    chunks: Sequence[nn.Module], *, split_experts: bool = False, drafter_only: bool = False
+) -> WeightStream:
+    """Every weight, whole, under its Hugging Face name, tied ones once, the MTP layers' last. Every rank gets all.
 
-    Collective: all ranks go through it to the end. One weight (of experts: one layer's) is whole at a time.
+    Collective: all ranks call it and go through it to the end. One weight (of experts: one layer's) is whole at a time.
 
     Args:
         split_experts: experts come apart, as files hold them, and not stacked as modules do.
+        drafter_only: the MTP layers' alone; nothing else is sent.
     """
     holding = _Holding(chunks)
-    blueprint = holding.blueprint
+    found = [each for each in _found(holding) if not drafter_only or each.entry.megatron.startswith(MTP)]
+
+    described = ((each.entry, each.described()) for each in found)
+    return WeightStream(
+        _named(holding.blueprint, described, split_experts),
+        _named(holding.blueprint, _whole_tensors(holding, found), split_experts),
+    )
+
+
+def _named(blueprint: Blueprint, tensors: Iterable[tuple[Entry, Tensor]], split_experts: bool) -> Iterator[Named]:
+    """Megatron-Core's whole tensors, in the table's order, under Hugging Face names."""
     shape = blueprint.shape
     stacks: dict[str, Tensor] = {}
-    for entry, tensor in _whole_tensors(holding):
+    for entry, tensor in tensors:
         if entry.expert is None or split_experts:
             yield from zip(entry.hugging_face, split(entry, tensor, shape.heads, shape.groups), strict=True)
+            del tensor  # or it would be there while the next one is made
             continue
         name = _stacked_name(blueprint, entry)
         if name not in stacks:
@@ -140,12 +153,24 @@ class _About:
     def of(cls, place: _Place) -> _About:
         return cls(tuple(place.tensor.shape), place.tensor.dtype, place.dim)
 
-    def empty(self, entry: Entry) -> Tensor:
+    def empty(self, entry: Entry, device: str | int) -> Tensor:
         shape = list(self.shape)
         if self.dim is not None:
             shape[self.dim] *= _divided_over(entry).size()
-        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         return torch.empty(shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A tensor of the whole model: its entry, what it is, and which pipeline stage has it."""
+
+    entry: Entry
+    about: _About
+    stage: int
+    rows: int | None  # without padding; None: as they are
+
+    def described(self) -> Tensor:
+        return self.about.empty(self.entry, "meta")[: self.rows]
 
 
 class _Holding:
@@ -297,8 +322,8 @@ def _joined(entry: Entry, shards: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat(list(shards), dim=dim)
 
 
-def _whole_tensors(holding: _Holding) -> Iterator[tuple[Entry, Tensor]]:
-    """Megatron-Core's tensors of the whole model in the table's order, on every rank, without padding."""
+def _found(holding: _Holding) -> Iterator[_Found]:
+    """Megatron-Core's tensors of the whole model in the table's order."""
     blueprint = holding.blueprint
     stages = parallel_state.get_pipeline_model_parallel_group()
     # Name -> (shape, dtype, divided dimension), of each stage; expert-parallel ranks have the same but for numbers.
@@ -311,14 +336,22 @@ def _whole_tensors(holding: _Holding) -> Iterator[tuple[Entry, Tensor]]:
         stage = next((stage for stage, names in enumerate(about) if name in names), None)
         if stage is None:
             continue  # one that not every model has: `load_weights` has filled whatever there is
-        found, whole = about[stage][name], None
-        if stage == stages.rank():
-            whole = _of_stage(holding, entry, found)
+        rows = blueprint.vocab_size if entry.megatron in (EMBEDDING, HEAD) else None
+        yield _Found(entry, about[stage][name], stage, rows)
+
+
+def _whole_tensors(holding: _Holding, found: Iterable[_Found]) -> Iterator[tuple[Entry, Tensor]]:
+    """These, on every rank, without padding."""
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    for each in found:
+        whole: Tensor | None = None
+        if each.stage == stages.rank():
+            whole = _of_stage(holding, each.entry, each.about)
         if stages.size() > 1:
-            whole = found.empty(entry) if whole is None else whole
-            dist.broadcast(whole, group=stages, group_src=stage)
+            whole = each.about.empty(each.entry, _device()) if whole is None else whole
+            dist.broadcast(whole, group=stages, group_src=each.stage)
         assert whole is not None
-        yield entry, whole[: blueprint.vocab_size] if entry.megatron in (EMBEDDING, HEAD) else whole
+        yield each.entry, whole[: each.rows]
 
 
 def _of_stage(holding: _Holding, entry: Entry, about: _About) -> Tensor:
@@ -333,10 +366,14 @@ def _of_stage(holding: _Holding, entry: Entry, about: _About) -> Tensor:
             dist.all_gather(shards, whole, group=group)
             whole = _joined(entry, shards, place.dim)
     if owner is not None and experts.size() > 1:
-        whole = about.empty(entry) if whole is None else whole
+        whole = about.empty(entry, _device()) if whole is None else whole
         dist.broadcast(whole, group=experts, group_src=owner)
     assert whole is not None
     return whole
+
+
+def _device() -> str | int:
+    return torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
 
 
 def _stacked_name(blueprint: Blueprint, entry: Entry) -> str:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.errors import ForerunError, UsageError
 from forerun.models.carrier import MTPCarrier
+from forerun.models.weight_stream import WeightStream
 from forerun.mtp.config import AcceptanceRule
 from forerun.rollout.native.fitting import fit_runner
 from forerun.rollout.native.memory import default_cache_bytes
@@ -176,8 +177,7 @@ class NativeEngine:
 
     def _begin(self, requests: Sequence[Request]) -> _Call | None:
         """The call that is the engine's from now on; None if there is nothing to do."""
-        if self._update is not None:
-            raise ForerunError("the rollout engine holds a part of a weight update: send the update whole")
+        self._refuse_part()
         if self._asleep:
             raise ForerunError("the rollout engine sleeps: call wake() before generate()")
         if self._call is not None:
@@ -217,6 +217,10 @@ class NativeEngine:
             limits = self._check(requests, run.max_depth, run.scheduler.overhead, run.scheduler.max_tokens)
             call.add(self._sequences(requests, limits, call))
 
+    def _refuse_part(self) -> None:
+        if self._update is not None:
+            raise ForerunError("the rollout engine holds a part of a weight update: send the update whole")
+
     def _check(self, requests: Sequence[Request], depth: int, overhead: int, max_tokens: int) -> list[int]:
         """The length, prompt included, that each may come to have; refuses what cannot be run."""
         check_requests(requests, self.max_model_len, self.runner.vocab_size)
@@ -237,6 +241,7 @@ class NativeEngine:
                     self._call = None
                     break
             with self._stepping:
+                self._refuse_part()
                 finished = run.step(self.weight_version)
             if on_tokens is not None:
                 for sequence in (*run.scheduler.decoding, *finished):
@@ -316,22 +321,26 @@ class NativeEngine:
 
     @torch.no_grad()
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """See `RolloutEngine.update_weights`. Everything is checked before anything is copied.
+        """See `RolloutEngine.update_weights`. All names and shapes are checked before anything is copied; then each
+        weight goes to its place, and of a `WeightStream` none is held.
 
         While `generate` runs, in `on_finish` or in another thread, it takes place between two steps: tokens that follow
         carry the new version, and see keys and values that older weights computed.
 
-        The names are gathered first, so a generator of temporaries is held as a whole; one that yields the trainer's
-        live tensors (`models.carrier.named_weights`) costs nothing.
-
         Raises:
             ForerunError: a tensor is missing, unknown, sent twice, or of another shape; nothing was changed.
+            Exception: one could not be made. The engine holds a part of the update, and generates after a whole one.
         """
-        given = list(named_tensors)
-        check_complete(self.runner.weights, given, self.runner.drafter_names)
+        given = WeightStream.of(named_tensors)
+        check_complete(self.runner.weights, given.described, self.runner.drafter_names)
+        update = WeightUpdate(self.runner.weights)
         with self._stepping:
-            for name, tensor in given:
-                self.runner.weights[name].copy_(tensor)
+            try:
+                update.add(given)
+                update.check()
+            except BaseException:
+                self._update = update
+                raise
             self.runner.refresh()
             self.weight_version = version
             self._update = None

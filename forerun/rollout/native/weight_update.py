@@ -41,6 +41,7 @@ class WeightUpdate:
                 raise _broken(f"{name} is {tensor.dtype}, not a floating dtype")
             own.copy_(tensor)
             self._missing.remove(name)
+            del tensor  # or it would be there while the next one is made
 
     def check(self) -> None:
         """See that all have arrived.

@@ -18,6 +18,7 @@ import torch
 
 from forerun.errors import ForerunError, UsageError
 from forerun.families import text_section
+from forerun.models.weight_stream import WeightStream
 from forerun.mtp.config import MTPConfig
 from forerun.rollout.child import ChildProcess
 from forerun.rollout.client import Client, Refused
@@ -32,7 +33,7 @@ from forerun.rollout.sglang.server import end_tokens, read_facts
 from forerun.rollout.sglang.transport import Backend, Broadcast, InRequest, Transport
 from forerun.rollout.sglang.update import BrokeOff, send_update
 from forerun.rollout.sglang.weights import ServedWeights
-from forerun.rollout.sync import Named, digest
+from forerun.rollout.sync import Digest, digesting
 
 Way = Literal["request", "nccl", "gloo"]
 BUCKET_BYTES = 256 * 2**20
@@ -226,7 +227,8 @@ class SGLangEngine:
 
     @torch.no_grad()
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """See `RolloutEngine.update_weights`. Names and shapes are checked before the first bucket.
+        """See `RolloutEngine.update_weights`. Names and shapes are checked before the first bucket; of a `WeightStream`
+        one bucket is held at a time.
 
         SGLang cannot go back once a bucket is loaded: after a failure on the way it stays paused, and the engine
         refuses to generate until a whole update has arrived.
@@ -235,8 +237,12 @@ class SGLangEngine:
             ForerunError: a tensor is missing, unknown or of another shape, so that nothing was sent; or the server
                 failed on the way.
         """
-        given = list(named_tensors)
+        given, trained, held = WeightStream.of(named_tensors), Digest(), Digest()
+        if self._checksums is not None:
+            given = digesting(given, [name for name, _ in given.described if self.served.is_drafter(name)], trained)
         stored = self.served.as_stored(given)
+        if self._checksums is not None:
+            stored = digesting(stored, self.served.drafter_names, held)
         if not self._busy.acquire(blocking=False):
             raise ForerunError("the SGLang engine is generating or being updated already: wait for that to end")
         try:
@@ -264,7 +270,8 @@ class SGLangEngine:
                 raise
             self._unusable = None
             self.weight_version = version
-            self._remember_drafter(given, stored)
+            if self._checksums is not None:
+                self._checksums.sent(held.hexdigest(), trained.hexdigest())
         finally:
             self._busy.release()
 
@@ -273,12 +280,6 @@ class SGLangEngine:
             return InRequest(self.client, self.facts.tp_size)
         backend: Backend = self._way
         return Broadcast(self.client, self.facts.tp_size, backend)
-
-    def _remember_drafter(self, given: Sequence[Named], stored: Sequence[Named]) -> None:
-        if self._checksums is None:
-            return
-        trained = digest((name, tensor) for name, tensor in given if self.served.is_drafter(name))
-        self._checksums.sent(self.served.digest_of(stored), trained)
 
     def drafter_digest(self) -> str | None:
         """The trainer's digest while the draft worker has the weights that `update_weights` sent, another one if it

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forerun.rollout.sync import Named
+from forerun.models.weight_stream import Named
 
 _PROTOCOL_4 = b"\x80\x04"
 _MARK, _LIST, _TUPLE, _APPENDS, _CALL, _FALSE, _STOP = b"(", b"]", b"t", b"e", b"R", b"\x89", b"."

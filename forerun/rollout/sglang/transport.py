@@ -14,10 +14,10 @@ import torch.distributed
 from torch import Tensor
 
 from forerun.errors import ForerunError, one_line
+from forerun.models.weight_stream import Named
 from forerun.rollout.client import Client
 from forerun.rollout.loopback import HOST, free_port
 from forerun.rollout.sglang.payload import encode
-from forerun.rollout.sync import Named
 
 Backend = Literal["gloo", "nccl"]
 _POLL_S = 0.005

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 
 from forerun.errors import ForerunError
+from forerun.models.weight_stream import WeightStream
 from forerun.rollout.client import Client, Refused
 from forerun.rollout.served import buckets
 from forerun.rollout.sglang.transport import Transport
-from forerun.rollout.sync import Named
 
 _NO_SUCH_CALL = 404
 # Which workers a call is for: the target and, where there is one, the draft worker.
@@ -23,7 +22,7 @@ class BrokeOff(ForerunError):
 def send_update(
     client: Client,
     transport: Transport,
-    named_tensors: Sequence[Named],
+    weights: WeightStream,
     version: int,
     *,
     drafts: bool,
@@ -37,13 +36,13 @@ def send_update(
     Args:
         client: the server.
         transport: how a bucket travels.
-        named_tensors: under the names of the server's checkpoint.
+        weights: under the names of the server's checkpoint. One bucket of them is held at a time.
         version: becomes the server's weight_version with the last bucket.
         drafts: whether the server drafts.
         bucket_bytes: most bytes of a bucket.
 
     Raises:
-        BrokeOff: the server refused a bucket or what follows, or is gone.
+        BrokeOff: the server refused a bucket or what follows, or is gone; or a weight could not be made.
         ForerunError: the same, before the first bucket.
     """
     try:
@@ -59,10 +58,10 @@ def send_update(
             _go_on(client)
         raise
     try:
-        parts = list(buckets(named_tensors, bucket_bytes))
-        for i, bucket in enumerate(parts):
-            last = {"flush_cache": True, "weight_version": str(version)}
-            settings = {"load_format": None, **(last if i == len(parts) - 1 else {"flush_cache": False})}
+        last = sum(1 for _ in buckets(weights.described, bucket_bytes)) - 1
+        for i, bucket in enumerate(buckets(weights, bucket_bytes)):
+            ending = {"flush_cache": True, "weight_version": str(version)}
+            settings = {"load_format": None, **(ending if i == last else {"flush_cache": False})}
             transport.send(bucket, settings | (_BOTH if session else {}))
         if session:
             client.post("/end_weight_update")

@@ -10,8 +10,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from forerun.models.weight_stream import Named
 from forerun.rollout.served import buckets
-from forerun.rollout.sync import Named
 
 _SHARED_MEMORY = "/dev/shm"
 
@@ -23,9 +23,10 @@ def shared_directory() -> tempfile.TemporaryDirectory[str]:
 
 
 def write_buckets(tensors: Iterable[Named], directory: Path, bucket_bytes: int) -> Iterator[Path]:
-    """Write the tensors to files of at most `bucket_bytes` each, or of one tensor that is larger.
+    """Write the tensors, which are in host memory, to files of at most `bucket_bytes` each, or of one larger tensor.
 
-    A file is removed when the next one is asked for, so there is never more than one.
+    A file is removed when the next one is asked for, and its tensors are let go when it is written: there is never more
+    than one bucket.
     """
     for bucket in buckets(tensors, bucket_bytes):
         yield from _written(bucket, directory)
@@ -34,14 +35,19 @@ def write_buckets(tensors: Iterable[Named], directory: Path, bucket_bytes: int) 
 def _written(bucket: list[Named], directory: Path) -> Iterator[Path]:
     path = directory / "bucket.safetensors"
     try:
-        ready: dict[str, Tensor] = {}
-        places: set[int] = set()
-        for name, tensor in bucket:
-            tensor = tensor.detach().to("cpu").contiguous()
-            # A copy of the embedding is lent twice, and safetensors refuses one tensor under two names.
-            ready[name] = tensor.clone() if tensor.data_ptr() in places else tensor
-            places.add(ready[name].data_ptr())
-        save_file(ready, path)
+        _write(bucket, path)
+        bucket.clear()
         yield path
     finally:
         path.unlink(missing_ok=True)
+
+
+def _write(bucket: list[Named], path: Path) -> None:
+    ready: dict[str, Tensor] = {}
+    places: set[int] = set()
+    for name, tensor in bucket:
+        tensor = tensor.contiguous()
+        # A copy of the embedding is lent twice, and safetensors refuses one tensor under two names.
+        ready[name] = tensor.clone() if tensor.data_ptr() in places else tensor
+        places.add(ready[name].data_ptr())
+    save_file(ready, path)

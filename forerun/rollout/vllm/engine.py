@@ -6,6 +6,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from safetensors import SafetensorError
 
 from forerun.errors import ForerunError, UsageError
 from forerun.families import text_section
+from forerun.models.weight_stream import WeightStream
 from forerun.rollout.protocol import Completion, NamedTensors, Request, SpeculationTotals
 from forerun.rollout.requests import check_requests
 from forerun.rollout.vllm.buckets import shared_directory, write_buckets
@@ -44,8 +46,10 @@ class VLLMEngine:
                 "those of the tokens as they were sampled"
             )
         self._served = ServedWeights(facts["model"])
-        self.dtype: torch.dtype | None = getattr(torch, facts["dtype"])
+        dtype: torch.dtype = getattr(torch, facts["dtype"])
+        self.dtype: torch.dtype | None = dtype
         self._vocab_size = int(text_section(self._served.config)["vocab_size"])
+        self._dtypes = self._served.sent_in(dtype, facts["wider_parameters"])
         self._depth: int = facts["num_speculative_tokens"]
         self._reports_drafts = self._depth == 0 or facts["spec_metrics"] == "detailed"
         self._has_tokenizer: bool = facts["has_tokenizer"]
@@ -205,8 +209,8 @@ class VLLMEngine:
         """See `RolloutEngine.update_weights`: trunk and drafter, in buckets through this machine's shared memory.
 
         Names and shapes are checked as a whole before anything is sent. Should it fail after that, `weight_version`
-        stays and nothing is generated until an update arrives whole. The names are gathered first, so a generator of
-        temporaries is held as a whole; the trainer's live tensors (`models.carrier.named_weights`) cost nothing.
+        stays and nothing is generated until an update arrives whole. Of a `WeightStream` one bucket is in host memory
+        at a time, the tensor that is being made, and the embedding and LM head if the drafter has copies of its own.
 
         Raises:
             ForerunError: a tensor is missing, unknown, sent twice, or of another shape, and nothing was changed; or
@@ -215,16 +219,16 @@ class VLLMEngine:
         if not self._busy.acquire(blocking=False):
             raise ForerunError("the vLLM engine is generating: update its weights between calls")
         try:
-            plan = self._served.plan(list(named_tensors))
+            plan = self._served.plan(WeightStream.of(named_tensors), self._dtypes, drafts=self._depth > 0)
             if self._asleep and self._can_sleep:
                 self._connection.wake(["weights"])
             self._whole = False
-            parts = {"trunk": plan.trunk} | ({"drafter": plan.drafter} if self._depth else {})
             try:
                 self._connection.worker("forerun_start_update")
                 with shared_directory() as directory:
-                    for part, tensors in parts.items():
+                    for drafters, tensors in groupby(plan.tensors, lambda named: self._served.is_drafter(named[0])):
                         for path in write_buckets(tensors, Path(directory), self._bucket_bytes):
+                            part = "drafter" if drafters else "trunk"
                             self._connection.worker("forerun_load_bucket", part, str(path))
                 self._connection.worker("forerun_finish_update", version)
             except (ForerunError, OSError, SafetensorError) as error:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from forerun.engines.protocol import TrainingEngine
 from forerun.engines.ranks import Made, RankGroup
 from forerun.errors import ForerunError, one_line
-from forerun.rollout.sync import Named
+from forerun.models.weight_stream import Named, WeightStream
 
 Result = TypeVar("Result")
 _Weights = Literal["named_weights", "drafter_weights"]
@@ -48,18 +48,19 @@ class FirstRank:
         self._say("done", result)
         return result
 
-    def named_weights(self) -> Iterator[Named]:
+    def named_weights(self) -> WeightStream:
         """The engine's, within `does`; rank 0 need not read all of them."""
         return self._gather("named_weights")
 
-    def drafter_weights(self) -> Iterator[Named]:
+    def drafter_weights(self) -> WeightStream:
         """The engine's, likewise."""
         return self._gather("drafter_weights")
 
-    def _gather(self, which: _Weights) -> Iterator[Named]:
+    def _gather(self, which: _Weights) -> WeightStream:
         self._say(which)
-        self._weights = Made(getattr(self._engine, which)())
-        return self._weights
+        stream: WeightStream = getattr(self._engine, which)()
+        self._weights = Made(stream)
+        return WeightStream(stream.described, self._weights)
 
     def _say(self, word: _Weights | Literal["done", "failed"], value: Any = None) -> None:
         if self._weights is not None:

@@ -19,12 +19,13 @@ from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.errors import ForerunError
 from forerun.models.attach import attach
 from forerun.models.carrier import named_weights
+from forerun.models.weight_stream import Named, WeightStream
 from forerun.mtp.config import MTPConfig
 from forerun.rewards.protocol import RewardRequest, RewardResult
 from forerun.rollout.local_worker import LocalWorker
 from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import NamedTensors
-from forerun.rollout.sync import Named, digest
+from forerun.rollout.sync import digest
 from forerun.rollout.workers import WorkerLostError
 from forerun.trainers.asynchronous.ranks import FirstRank
 from forerun.trainers.asynchronous.trainer import AsyncRLTrainer
@@ -280,7 +281,10 @@ def test_gathering_that_fails_is_not_taken_for_a_workers_failure() -> None:
     """The other ranks are in the midst of it: rank 0 has nothing to tell them, whoever swallows the failure."""
 
     class Torn(TorchEngine):
-        def named_weights(self) -> Iterator[Named]:
+        def named_weights(self) -> WeightStream:
+            return WeightStream([(name, torch.zeros(1)) for name in "abc"], self.made())
+
+        def made(self) -> Iterator[Named]:
             yield from [("a", torch.zeros(1)), ("b", torch.zeros(1))]
             raise torch.OutOfMemoryError("no room for c")
 

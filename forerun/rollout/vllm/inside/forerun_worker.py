@@ -64,6 +64,7 @@ class ForerunWorker:
         return {
             "model": self.model_config.model,
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
+            "wider_parameters": sorted(self.forerun_wider_parameters()),
             "max_model_len": self.model_config.max_model_len,
             "logprobs_mode": self.model_config.logprobs_mode,
             "num_speculative_tokens": 0 if speculative is None else speculative.num_speculative_tokens,
@@ -111,6 +112,13 @@ class ForerunWorker:
         """See `forerun_digest.drafter_digest`."""
         parallel = self.vllm_config.parallel_config
         return drafter_digest(self.get_draft_model(), layout, self.model_config.dtype, parallel)
+
+    def forerun_wider_parameters(self) -> set[str]:
+        """Those held in a wider dtype than the model's."""
+        size = self.model_config.dtype.itemsize
+        models = [model for model in (self.get_model(), self.get_draft_model()) if model is not None]
+        named = [pair for model in models for pair in model.named_parameters()]
+        return {name for name, tensor in named if tensor.is_floating_point() and tensor.itemsize > size}
 
     def forerun_model(self, part: str) -> Any:
         model = self.get_model() if part == "trunk" else self.get_draft_model()
