@@ -177,8 +177,15 @@ class RLTrainer(RLRun):
         self._in_sync = True
         if not self.drafts:
             return True
-        trained = digest(self.engine.drafter_weights(), self.rollout.dtype)
-        return self.alarms.drafter_digest(self.rl_step, trained, self.rollout.drafter_digest())
+        return self.alarms.drafter_digest(self.rl_step, self._trained_digest(), self.rollout.drafter_digest())
+
+    def _trained_digest(self) -> str:
+        """Of the trained drafter in the rollout engine's dtype. Rank 0 alone hashes what all gather."""
+        found: list[str] = []
+        self.ranks.first_takes(
+            self.engine.drafter_weights(), lambda weights: found.append(digest(weights, self.rollout.dtype))
+        )
+        return self.ranks.agree(found[0] if found else "")
 
     def _release_cached(self) -> None:
         """Before an engine wakes, which may need on the same device what torch keeps for itself."""

@@ -104,7 +104,15 @@ def train(made: RLTrainer, steps: int = 2) -> dict[str, Any]:
 
 def rank_trains(group: dist.ProcessGroup, argument: tuple[RLConfig, int]) -> dict[str, Any]:
     config, replicas = argument
-    return train(trainer(config, mesh_of(group, replicas)))
+    digests: list[str] = []
+
+    def noted(*arguments: Any) -> str:
+        digests.append(digest(*arguments))
+        return digests[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forerun.trainers.rl.digest", noted)
+        return train(trainer(config, mesh_of(group, replicas))) | {"digests": len(digests)}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -114,7 +122,8 @@ def test_ranks_train_as_one_process_does(name: str, ranks: Ranks, place: Path) -
     alone = train(trainer(config, None))
     assert len({tuple(tokens) for step in alone["responses"] for tokens, *_ in step}) > 20
     assert all(report["spec_num_accepted_tokens"] > 0 for report in alone["reports"][:-1])
-    for found in ranks.run(rank_trains, [(config, replicas)] * size):
+    for rank, found in enumerate(ranks.run(rank_trains, [(config, replicas)] * size)):
+        assert (found["digests"] > 0) == (rank == 0)  # the others do not hash the same bytes again
         assert [[r[:2] for r in step] for step in found["responses"]] == [
             [r[:2] for r in step] for step in alone["responses"]
         ]
