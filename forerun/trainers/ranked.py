@@ -82,7 +82,8 @@ class RankedRollout:
             self.engine.num_speculative_tokens = self.num_speculative_tokens
             share = prompts[self._serving.index(self.ranks.rank) :: len(self._serving)]
             own = self.engine.generate([request for prompt in share for request in prompt])
-        shares = self.ranks.collect(self.ranks.size, [own])
+        # Where rank 0 has all of them, the others have nothing to send.
+        shares = [self.ranks.agree(own)] if self._serving == [0] else self.ranks.collect(self.ranks.size, [own])
         left = [iter(shares[rank]) for rank in self._serving]
         completions = [next(left[place % len(left)]) for place, prompt in enumerate(prompts) for _ in prompt]
         if on_finish is not None:

@@ -205,7 +205,10 @@ def rank_rolls_out(group: dist.ProcessGroup, serving: list[int]) -> list[Any]:
     own = native(seed=1) if ranks.rank in serving else None
     rollout = RankedRollout(ranks, own)
     finished: list[str] = []
-    said: list[Any] = [rollout.generate(requests(count), lambda c: finished.append(c.request_id)) for count in (5, 1)]
+    with pytest.MonkeyPatch.context() as patch:
+        if serving == [0]:  # its completions are broadcast: nobody gathers what the others have not
+            patch.setattr(dist, "all_gather_object", None)
+        said: list[Any] = [rollout.generate(requests(n), lambda c: finished.append(c.request_id)) for n in (5, 1)]
     rollout.update_weights(iter(weights(7).items()), 3)
     rollout.num_speculative_tokens = 1
     said += [rollout.generate(requests(5)), rollout.speculation_totals(), rollout.drafter_digest(), finished]
