@@ -62,11 +62,11 @@ TRUNKS: dict[str, tuple[FamilyRecord, str, dict[str, Any]]] = {
 }
 
 
-def trunk_of(name: str) -> PreTrainedModel:
+def trunk_of(name: str, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     _, class_name, settings = TRUNKS[name]
     model_class = getattr(transformers, class_name)
-    return model_class(model_class.config_class(**(_COMMON | settings))).eval()
+    return model_class(model_class.config_class(**(_COMMON | settings | changes))).eval()
 
 
 @torch.no_grad()

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from forerun.families import GLM4_MOE
 from forerun.launch.command import run
 from forerun.models.attach import attach
 from forerun.models.serving import export
 from forerun.mtp.config import MTPConfig
-from forerun.rollout.vllm import VLLMEngine
+from forerun.rollout.sync import digest
+from forerun.rollout.vllm import LaunchSettings, VLLMEngine
+from forerun.rollout.vllm.environment import INSIDE
 from forerun.trainers.rl import RLTrainer
+from tests.oracles.exchange import HERE
+from tests.oracles.served_models import trunk_of
 from tests.trainers.tiny import make_tokenizer
 from tests.trainers.tiny_rl import MTP, PROMPTS, ShareOfWord, settings
 
@@ -76,6 +84,45 @@ def test_a_run_rolls_out_on_vllm(vllm_env: Path, tmp_path: Path, monkeypatch: py
     assert steps[0]["grad_norm"] > 0
     with pytest.raises(Exception, match="ended"):
         made.rollout.drafter_digest()
+
+
+def test_two_workers_share_a_drafter(vllm_env: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With experts, which vLLM's CPU build pads on each of the two; and a fault in the second one is found."""
+    launch, added = VLLMEngine.launch, {"worker_extension_cls": "tampered_worker.TamperedWorker"}
+    environment = {"PYTHONPATH": f"{INSIDE}:{HERE / 'vllm'}", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+    def with_faults(path: Path, settings: LaunchSettings, bucket_bytes: int) -> VLLMEngine:
+        changed = replace(settings, engine_args={**settings.engine_args, **added}, environment=environment)
+        return launch(path, changed, bucket_bytes)
+
+    monkeypatch.setattr(VLLMEngine, "launch", with_faults)
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    tokenizer = make_tokenizer()
+    trunk = trunk_of("glm4_moe", vocab_size=len(tokenizer))
+    attach(trunk, MTPConfig(enable=True), family=GLM4_MOE).save_pretrained(tmp_path / "model")
+    own = [f"model.path={tmp_path / 'model'}", "rollout.tensor_model_parallel_size=2"]
+    config = settings(tmp_path, *MTP, *on_vllm(vllm_env), *own)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        made = RLTrainer(config, prompts=PROMPTS, reward=ShareOfWord(), tokenizer=tokenizer)
+        with contextlib.closing(made):
+            for _ in range(2):
+                step = made.step(PROMPTS)
+                assert step["drafter_in_sync"] == 1.0 and step["spec_num_draft_tokens"]
+                gap = step["log_prob_gap_max"]
+                assert gap is not None and gap < 1e-4
+            rollout = made.rollout
+            assert isinstance(rollout, VLLMEngine)
+            worker, trained = rollout._connection.worker, digest(made.engine.drafter_weights(), rollout.dtype)
+            for part in ("enorm.weight", "w2_weight"):  # both workers have the one, and each has half of the other
+                worker("forerun_scale", 1, part, 0.5)
+                assert rollout.drafter_digest() not in (None, trained)
+                worker("forerun_scale", 1, part, 2.0)
+                assert rollout.drafter_digest() == trained
+            worker("forerun_hide_experts", 1)
+            assert [rollout.drafter_digest(), rollout.drafter_digest()] == [None, None]
+    told = [str(warning.message) for warning in warned if "vLLM" in str(warning.message)]
+    assert len(told) == 2 and "no sleep mode" in told[0] and "w2_weight, which cannot be read back" in told[1], told
 
 
 def test_workers_on_ray_roll_out_on_vllm(vllm_env: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,36 +30,36 @@ def drafter_digest(model: Any, layout: list[Any], dtype: torch.dtype, parallel: 
         Where workers differ in what they should all hold the same of, it is the digest of no weights at all.
     """
     if parallel.world_size * parallel.data_parallel_size != parallel.tensor_parallel_size or parallel.enable_eplb:
-        reason = "only tensor parallelism is read back: not that of pipelines, contexts, data or moved experts"
+        reason = "only tensor parallelism is read back, not pipelines, contexts, data parallelism or moved experts"
         return {"digest": None, "unreadable": reason}
     group = get_tp_group()
     first = group.rank_in_group == 0
     held = _Held(model, {name: shape for *_, pieces in layout for name, shape in pieces}, dtype)
-    parts = []
+    parts, missing = [], ""
     for name, shape, pieces in layout:
         part = hashlib.sha256(f"{name}\0{dtype}\0{tuple(shape)}\0".encode())
         for piece, _ in pieces:
             highest, lowest = _extremes(held.part(piece), group)
             if not first:
                 continue
-            if not held.reason and bool((highest == NOT_HELD).any()):
-                held.reason = f"vLLM does not hold {piece} as it is in the checkpoint"
+            if not missing and bool((highest == NOT_HELD).any()):
+                missing = f"vLLM does not hold {piece} as it is in the checkpoint"
             part.update(_bytes(highest))
             if not torch.equal(highest, lowest):
                 part.update(_bytes(lowest))
         parts.append((name, part.digest()))
-    reasons: list[str | None] = [None] * group.world_size
-    dist.all_gather_object(reasons, held.reason, group=group.cpu_group)
-    if reason := next((each for each in reasons if each), None):
+    failures: list[str] = [""] * group.world_size
+    dist.all_gather_object(failures, held.failure, group=group.cpu_group)
+    if reason := next(filter(None, [*failures, missing]), None):
         return {"digest": None, "unreadable": reason}
     return {"digest": hashlib.sha256(b"".join(digest for _, digest in sorted(parts))).hexdigest(), "unreadable": None}
 
 
 class _Held:
-    """What this worker holds; after a failure, nothing, and `reason` is that."""
+    """What this worker holds; after a failure, nothing, and `failure` is that."""
 
     def __init__(self, model: Any, shapes: dict[str, Any], dtype: torch.dtype) -> None:
-        self.reason = ""
+        self.failure = ""
         self._shapes, self._dtype = shapes, dtype
         self._device = next(model.parameters()).device
         try:
@@ -68,7 +68,7 @@ class _Held:
             self._fail(error)
 
     def part(self, name: str) -> Tensor:
-        if not self.reason:
+        if not self.failure:
             try:
                 return self._weights.part(name, self._dtype)
             except Exception as error:
@@ -77,7 +77,7 @@ class _Held:
 
     def _fail(self, error: Exception) -> None:
         kind = "" if isinstance(error, Unreadable) else f"{type(error).__name__}: "
-        self.reason = kind + " ".join(str(error).split())
+        self.failure = kind + " ".join(str(error).split())
 
 
 def _extremes(part: Tensor, group: Any) -> tuple[Tensor, Tensor]:
