@@ -47,7 +47,9 @@ class LiveBytes(TorchDispatchMode):
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
-            if isinstance(x, Tensor) and (key := x.untyped_storage()._cdata) not in given | self._alive:
+            if not isinstance(x, Tensor) or x.is_meta:  # which takes no memory
+                continue
+            if (key := x.untyped_storage()._cdata) not in given | self._alive:
                 self._alive.add(key)
                 self.now += x.untyped_storage().nbytes()
                 weakref.finalize(x.untyped_storage(), self._freed, key, x.untyped_storage().nbytes())

@@ -27,7 +27,7 @@ class WeightStream(Iterator[Named]):
     """
 
     def __init__(self, described: Iterable[Named], made: Iterable[Named]) -> None:
-        self.described = [(name, torch.empty(t.shape, dtype=t.dtype, device="meta")) for name, t in described]
+        self.described = [(name, tensor if tensor.is_meta else _like(tensor)) for name, tensor in described]
         self._left = iter(self.described)
         self._made = iter(made)
 
@@ -44,10 +44,19 @@ class WeightStream(Iterator[Named]):
         found = next(self._made, None)
         if expected is None and found is None:
             raise StopIteration
-        if expected is None or found is None or _about(*expected) != _about(*found):
+        if expected is None or found is None or not _same(expected, found):
             said, came = ("nothing" if pair is None else _about(*pair) for pair in (expected, found))
             raise ForerunError(f"weights were to come as {said} and came as {came}: report this as a bug")
         return found
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _same(expected: Named, found: Named) -> bool:
+    (name, tensor), (found_name, whole) = expected, found
+    return name == found_name and tensor.shape == whole.shape and tensor.dtype == whole.dtype
 
 
 def _about(name: str, tensor: Tensor) -> str:
