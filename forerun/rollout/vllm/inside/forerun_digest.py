@@ -30,8 +30,8 @@ def drafter_digest(model: Any, layout: list[Any], dtype: torch.dtype, parallel: 
         Where workers differ in what they should all hold the same of, it is the digest of no weights at all.
     """
     if parallel.world_size * parallel.data_parallel_size != parallel.tensor_parallel_size or parallel.enable_eplb:
-        reason = "only tensor parallelism is read back, not pipelines, contexts, data parallelism or moved experts"
-        return {"digest": None, "unreadable": reason}
+        limit = "only tensor parallelism is read back, not pipelines, contexts, data parallelism or moved experts"
+        return {"digest": None, "unreadable": limit}
     group = get_tp_group()
     first = group.rank_in_group == 0
     held = _Held(model, {name: shape for *_, pieces in layout for name, shape in pieces}, dtype)

@@ -17,8 +17,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.utils import replace_parameter
 
 _ROWS = 1024  # of an identity at a time
-# Of those that experts can run on, these leave them as they are; None: the layer is another.
-_AS_LOADED = {None, UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU}
+# Of the kernels for experts, these take them as they are loaded.
+_AS_LOADED = {UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU}
 _BASE = 128  # all whole numbers below it are exact in every format
 
 
@@ -61,7 +61,7 @@ def plain(layer: Any, name: str, loaded: Tensor) -> Tensor:
     if loaded.dim() == 3 and (experts := _packed_experts(layer)) is not None:
         return _unpadded(_unpacked_experts(held, experts.isa), loaded.shape)
     backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
-    if backend not in _AS_LOADED:
+    if backend is not None and backend not in _AS_LOADED:
         raise Unreadable(f"vLLM holds {what} in the order of its {backend.value} kernels, which cannot be read back")
     if held.shape == loaded.shape:
         if held.dtype != loaded.dtype:
