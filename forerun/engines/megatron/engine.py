@@ -79,6 +79,7 @@ class MegatronEngine:
     ) -> None:
         self.config = config or MegatronEngineConfig()
         self.source = source
+        self._described: dict[bool, list[tuple[str, Tensor]]] = {}  # what the weights are does not change
         self.blueprint = chunks[0].blueprint
         self.layout = self.blueprint.layout
         self.mtp_config = mtp
@@ -333,11 +334,17 @@ class MegatronEngine:
     # ---- weights
 
     def named_weights(self) -> WeightStream:
-        return named_weights(self.models)
+        return self._stream(drafter_only=False)
 
     def drafter_weights(self) -> WeightStream:
         """The MTP block's weights alone, under Hugging Face names."""
-        return named_weights(self.models, drafter_only=True)
+        return self._stream(drafter_only=True)
+
+    def _stream(self, drafter_only: bool) -> WeightStream:
+        known = self._described.get(drafter_only)
+        stream = named_weights(self.models, drafter_only=drafter_only, described=known)
+        self._described[drafter_only] = stream.described
+        return stream
 
     def export(self, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
         if self.source is None:

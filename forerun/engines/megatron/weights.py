@@ -69,7 +69,11 @@ def load_weights(chunks: Sequence[nn.Module], source: CheckpointReader | Iterabl
 
 
 def named_weights(
-    chunks: Sequence[nn.Module], *, split_experts: bool = False, drafter_only: bool = False
+    chunks: Sequence[nn.Module],
+    *,
+    split_experts: bool = False,
+    drafter_only: bool = False,
+    described: Sequence[Named] | None = None,
 ) -> WeightStream:
     """Every weight, whole, under its Hugging Face name, tied ones once, the MTP layers' last. Every rank gets all.
 
@@ -78,13 +82,14 @@ def named_weights(
     Args:
         split_experts: experts come apart, as files hold them, and not stacked as modules do.
         drafter_only: the MTP layers' alone; nothing else is sent.
+        described: what an earlier call for these chunks described, which takes time to work out.
     """
     holding = _Holding(chunks)
     found = [each for each in _found(holding) if not drafter_only or each.entry.megatron.startswith(MTP)]
 
-    described = ((each.entry, each.described()) for each in found)
+    stand_ins = ((each.entry, each.described()) for each in found)
     return WeightStream(
-        _named(holding.blueprint, described, split_experts),
+        _named(holding.blueprint, stand_ins, split_experts) if described is None else described,
         _named(holding.blueprint, _whole_tensors(holding, found), split_experts),
     )
 
