@@ -138,6 +138,8 @@ def test_a_gpu_that_is_in_the_group_twice_is_one_line(tmp_path: Path, monkeypatc
         assert "\n" not in str(raised.value)
         with pytest.raises(ForerunError, match="half of an update"):
             engine.generate([])
+        engine.update_weights(named_weights(model), 2)  # in another group
+        assert engine.weight_version == 2 and engine.generate([]) == []
         engine.close()
 
 

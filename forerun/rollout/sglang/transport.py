@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -23,6 +25,8 @@ Backend = Literal["gloo", "nccl"]
 _POLL_S = 0.005
 # For a group to come together, and for a bucket to go through it.
 _TIMEOUT_S = 300.0
+# For a server to leave a group that broke.
+_ABANDONED_S = 10.0
 
 
 class Transport(Protocol):
@@ -78,20 +82,26 @@ class Broadcast:
 
     def __init__(self, client: Client, tp_size: int, backend: Backend) -> None:
         self.client = client
+        self.tp_size = tp_size
+        self.backend = backend
         self.device = torch.device("cuda" if backend == "nccl" else "cpu")
+        self._group: torch.distributed.ProcessGroup | None = None
+        self._join()
+
+    def _join(self) -> None:
         self.name = f"forerun_weights_{time.time_ns()}"
-        port = free_port()
+        port, size = free_port(), self.tp_size + 1
         body = {
             "master_address": HOST,
             "master_port": port,
             "rank_offset": 1,
-            "world_size": tp_size + 1,
+            "world_size": size,
             "group_name": self.name,
-            "backend": backend,
+            "backend": self.backend,
         }
-        call = _Call(lambda: client.post("/init_weights_update_group", body, _TIMEOUT_S))
+        call = _Call(lambda: self.client.post("/init_weights_update_group", body, _TIMEOUT_S))
         try:
-            self.group = join_group(port, tp_size + 1, self.name, backend, _TIMEOUT_S)
+            self._group = join_group(port, size, self.name, self.backend, _TIMEOUT_S)
         except Exception as error:  # torch.distributed raises many kinds
             call.failure_within(_POLL_S)
             raise ForerunError(
@@ -101,6 +111,16 @@ class Broadcast:
         call.result()
 
     def send(self, bucket: Sequence[Named], settings: Mapping[str, Any]) -> None:
+        if self._group is None:
+            self._join()
+        try:
+            self._send(bucket, settings)
+        except BaseException:
+            # The server waits in the group for what does not come; whoever sends again is in another one.
+            self._abandon()
+            raise
+
+    def _send(self, bucket: Sequence[Named], settings: Mapping[str, Any]) -> None:
         tensors = [tensor.detach().to(self.device).contiguous() for _, tensor in bucket]
         body = {
             "names": [name for name, _ in bucket],
@@ -117,8 +137,9 @@ class Broadcast:
     def _broadcast(self, tensor: Tensor, call: _Call) -> None:
         """One tensor; given up as soon as the server refuses, since it will not receive then."""
         try:
-            work = torch.distributed.broadcast(tensor, group=self.group, group_src=0, async_op=True)
+            work = torch.distributed.broadcast(tensor, group=self._group, group_src=0, async_op=True)
         except RuntimeError as error:  # NCCL's, which only finds here that a GPU is in the group twice
+            traceback.clear_frames(error.__traceback__)  # which hold the group, and with it its connections
             raise ForerunError(
                 f"no weights can be broadcast to the SGLang server ({one_line(error):.200}): start it on GPUs that the "
                 "trainer does not send from, or set rollout.weight_transport=request"
@@ -133,10 +154,21 @@ class Broadcast:
 
     def close(self) -> None:
         """Leave the group, and have the server leave it."""
-        try:
+        if self._group is not None:
             self.client.post("/destroy_weights_update_group", {"group_name": self.name}, _TIMEOUT_S)
-        finally:
-            torch.distributed.destroy_process_group(self.group)
+            self._destroy()
+
+    def _abandon(self) -> None:
+        """Leave it in the middle of a broadcast. Either side may wait there for the other, and hears when it goes."""
+        body = {"group_name": self.name}
+        call = _Call(lambda: self.client.post("/destroy_weights_update_group", body, _ABANDONED_S))
+        self._destroy()
+        with suppress(ForerunError):
+            call.result()
+
+    def _destroy(self) -> None:
+        group, self._group = self._group, None
+        torch.distributed.destroy_process_group(group)
 
 
 class _Call:
