@@ -51,7 +51,7 @@ def load_config(cls: type[Config], yaml_path: str | Path | None, overrides: Sequ
     """
     merged = OmegaConf.structured(cls)
     if yaml_path is not None:
-        _merge(cls, merged, _read_yaml(Path(yaml_path)), f" in {yaml_path}")
+        _merge(cls, merged, read_yaml(Path(yaml_path)), f" in {yaml_path}")
     for text in overrides:
         _merge(cls, merged, _parse_override(text), "")
     try:
@@ -70,7 +70,7 @@ def settings_of_one(cls: type, other: type, yaml_path: str | Path | None, overri
     given = {text.partition("=")[0].partition(".")[0] for text in overrides}
     if yaml_path is not None:
         with suppress(UsageError):  # `load_config` says what is wrong with the file
-            given |= _read_yaml(Path(yaml_path)).keys()
+            given |= read_yaml(Path(yaml_path)).keys()
     return given & ({item.name for item in fields(cls)} - {item.name for item in fields(other)})
 
 
@@ -102,7 +102,7 @@ def _described(section: Any, indent: str) -> Iterator[str]:
             yield f"{indent}{shown}  # {type_name(hints[item.name])}"
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise UsageError(f"no such configuration file: {path}")
     try:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.checkpoint.files import locate, shown
+from forerun.checkpoint.files import shown
 from forerun.checkpoint.quantised import quantisation_settings
 from forerun.checkpoint.reader import CONFIG, CheckpointReader
 from forerun.checkpoint.shards import SHARD_BYTES, new_directory, write_checkpoint
@@ -82,8 +82,7 @@ def dequantise(
             yield name, tensor
             report(count, len(left))
 
-    code = {file.name: locate(reader.path, file.name) for file in reader.path.glob("*.py")}
-    write_checkpoint(out, tensors(), _plain(reader.config), reader.path, code, shard_bytes)
+    write_checkpoint(out, tensors(), _plain(reader.config), reader.path, shard_bytes=shard_bytes)
 
 
 def _scaled(name: str, weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tensor:

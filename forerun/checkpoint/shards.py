@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from safetensors.torch import save_file
@@ -37,7 +36,7 @@ def write_checkpoint(
     tensors: Iterable[tuple[str, Tensor]],
     config: Mapping[str, Any],
     source: Path,
-    code: Mapping[str, Path] = MappingProxyType({}),
+    code: Sequence[Path] = (),
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a checkpoint made from another one. A new directory appears whole or not at all.
@@ -47,13 +46,13 @@ def write_checkpoint(
         tensors, shard_bytes: as `write_shards` takes them.
         config: config.json.
         source: the checkpoint that it was made from, whose tokenizer and the like go along.
-        code: Python files to put beside the weights, by the names that they get there.
+        code: Python files to put beside the weights.
     """
     with scratch_directory(out) as scratch:
         write_shards(scratch, tensors, shard_bytes)
         (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        for name, file in code.items():
-            shutil.copy(file, scratch / name)
+        for file in code:
+            shutil.copy(file, scratch)
         carry_over(source, scratch, out)
         replace_files(scratch, out)
 

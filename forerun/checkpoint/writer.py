@@ -137,7 +137,7 @@ def carry_over(source: Path, directory: Path, target: Path) -> None:
     for name in sorted(file.name for file in source.iterdir()):
         there = (directory / name).exists() or (target / name).exists()
         if not there and any(fnmatch(name, pattern) for pattern in patterns):
-            shutil.copy(locate(source, name), directory / name)
+            shutil.copyfile(locate(source, name), directory / name)  # not its mode, which may be read-only
     if auto_map:
         _change_config(directory, {"auto_map": auto_map})
 

@@ -45,6 +45,11 @@ def saved_tensors(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     return [(name, tensor.detach()) for name, tensor in held.items() if name in kept]
 
 
+def stored_names(model: PreTrainedModel) -> set[str]:
+    """The names of the tensors that `save_streamed` writes; of a model on the meta device, too."""
+    return {name for name, _ in _as_stored(model, saved_tensors(model))}
+
+
 def save_streamed(
     model: PreTrainedModel,
     directory: str | Path,

@@ -100,7 +100,7 @@ def export(
     except _Unfit as error:
         raise UsageError(f"{source} cannot be served as {to}: {error}") from None
     code = Path(__file__).with_name(target.code[0])
-    write_checkpoint(out, tensors, config, reader.path, {code.name: code}, shard_bytes)
+    write_checkpoint(out, tensors, config, reader.path, [code], shard_bytes)
 
 
 class _Unfit(Exception):

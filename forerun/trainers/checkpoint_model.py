@@ -6,17 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from forerun.checkpoint.files import read_json_object
 from forerun.checkpoint.shards import new_directory
-from forerun.config import RLConfig, SFTConfig
-from forerun.config_file import RESOLVED_CONFIG, load_config, settings_of_one
+from forerun.config import ModelConfig
+from forerun.config_file import RESOLVED_CONFIG, read_yaml
 from forerun.engines.checkpoint_directory import STATE_FILE
 from forerun.engines.ranks import RankGroup
 from forerun.engines.state import SavedState
-from forerun.errors import UsageError
+from forerun.errors import UsageError, one_line
 from forerun.models.carrier import named_weights
 from forerun.models.saving import save_streamed, saved_tensors
+from forerun.mtp.config import MTPConfig
 from forerun.trainers.setup import load_model, load_tokenizer
 
 
@@ -45,13 +48,20 @@ def export_checkpoint(directory: Path, out: Path) -> None:
     settings = directory.absolute().parent / RESOLVED_CONFIG
     if not settings.is_file():
         raise UsageError(f"{settings} is missing, which says what model the checkpoint is of: leave it in its run")
-    kind: Any = RLConfig if settings_of_one(RLConfig, SFTConfig, settings) else SFTConfig
-    config = load_config(kind, settings)
-    ranks = RankGroup()
-    saved = SavedState(directory, ranks)
-    model = load_model(config.model, config.mtp, torch.device("cpu"), config.trainer.seed)
+    model_config: ModelConfig = _section(settings, "model", ModelConfig)
+    mtp: MTPConfig = _section(settings, "mtp", MTPConfig)
+    saved = SavedState(directory, RankGroup())
+    model = load_model(model_config, mtp, torch.device("cpu"))
     own = dict(named_weights(model))
     saved.check_weights(own)
     saved.read(own, {})
     save_streamed(model, out, saved_tensors(model))
-    load_tokenizer(config.model).save_pretrained(out)
+    load_tokenizer(model_config).save_pretrained(out)
+
+
+def _section(settings: Path, name: str, kind: type) -> Any:
+    """One section of a run's config.yaml. The others may be of another machine: rollout's names an interpreter."""
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), read_yaml(settings).get(name) or {}))
+    except (OmegaConfBaseException, ValueError) as error:
+        raise UsageError(f"{settings} does not say what `{name}` was ({one_line(error):.200}): restore it") from None

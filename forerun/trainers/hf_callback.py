@@ -78,7 +78,7 @@ class MTPCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if args.world_size > 1:
+        if args.world_size > 1 and self._parameters:
             self._average(args.world_size)
         for parameter, grad in self._set_aside.items():
             parameter.grad = grad

@@ -88,7 +88,8 @@ class PolicyObjective:
         """
         figures = PolicyStats(**_taken(_POLICY, metrics)).compute() | LogProbGap(**_taken(_GAP, metrics)).compute()
         if self.criteria:
-            figures["rollout_rs_masked_fraction"] = 1 - self.counts.tokens / max(1, self.wanted_tokens)
+            kept = self.counts.tokens / self.wanted_tokens if self.wanted_tokens else 1.0
+            figures["rollout_rs_masked_fraction"] = 1 - kept
         return figures
 
     def _mask(self, batch: Batch) -> Tensor:

@@ -277,7 +277,7 @@ class SharedClock:
     """How long at least one of several threads was in it: `with clock: ...`, `clock.seconds`."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self._seconds = 0.0
         self._inside = 0
         self._since = 0.0
         self._lock = threading.Lock()
@@ -292,7 +292,13 @@ class SharedClock:
         with self._lock:
             self._inside -= 1
             if not self._inside:
-                self.seconds += time.perf_counter() - self._since
+                self._seconds += time.perf_counter() - self._since
+
+    @property
+    def seconds(self) -> float:
+        """Until now."""
+        with self._lock:
+            return self._seconds + (time.perf_counter() - self._since if self._inside else 0.0)
 
 
 @contextmanager

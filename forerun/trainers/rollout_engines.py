@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, TypeVar
 from urllib.parse import urlsplit
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.checkpoint.reader import CheckpointReader
@@ -142,7 +143,9 @@ def _weight_transport(config: RLConfig) -> Literal["request", "nccl"]:
     if rollout.weight_transport != "auto":
         return rollout.weight_transport
     here = rollout.base_url is not None and urlsplit(rollout.base_url).hostname in (HOST, "localhost")
-    return "nccl" if here and resolve_device(config.engine).type == "cuda" else "request"
+    # On a machine with one GPU the server is on the trainer's, which NCCL does not take twice.
+    several = resolve_device(config.engine).type == "cuda" and torch.cuda.device_count() > 1
+    return "nccl" if here and several else "request"
 
 
 def _drafting_as_set(config: RLConfig, base_url: str, engine: Engine) -> Engine:

@@ -7,6 +7,7 @@ time, from the training engine or, where no rank has the model whole, from the C
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -19,18 +20,19 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.checkpoint.dequantise import refuse_quantised
-from forerun.checkpoint.files import linked
+from forerun.checkpoint.files import linked, read_json_object
 from forerun.checkpoint.links import link_checkpoint
-from forerun.checkpoint.reader import CheckpointReader
+from forerun.checkpoint.reader import CONFIG, CheckpointReader
 from forerun.config import RLConfig
 from forerun.engines.protocol import TrainingEngine
 from forerun.engines.torch_engine import TorchEngine
 from forerun.families import declared_depth, family_of, present_depth, text_section, trunk_layers
 from forerun.models.carrier import MTPCarrier
 from forerun.models.config_overrides import overridden_config
-from forerun.models.saving import save_streamed, saved_tensors
+from forerun.models.saving import save_streamed, saved_tensors, stored_names
 from forerun.models.serving import export
-from forerun.trainers.setup import carries_mtp, load_model
+from forerun.rollout.served import ServedFiles
+from forerun.trainers.setup import carries_mtp, load_model, model_without_weights
 
 
 @contextmanager
@@ -57,12 +59,9 @@ def served_model(
         path = folder / "model"
         if _link(config, engine, path):
             stack.enter_context(linked(path, Path(config.model.path)))
-        elif engine is not None:
-            engine.export(path)
-        else:
-            model = load_model(config.model, config.mtp, torch.device("cpu"), config.trainer.seed)
-            save_streamed(model, path, saved_tensors(model))
-            del model
+        if not path.exists() or not _fits(config, path):
+            shutil.rmtree(path, ignore_errors=True)
+            _write(config, engine, path)
         if tokenizer is not None:
             tokenizer.save_pretrained(path)
         reader = CheckpointReader(path)
@@ -73,6 +72,22 @@ def served_model(
             shutil.rmtree(path)
             path = folder / "served"
         yield path
+
+
+def _write(config: RLConfig, engine: TrainingEngine | None, out: Path) -> None:
+    """The model itself."""
+    if engine is not None:
+        engine.export(out)
+    else:
+        model = load_model(config.model, config.mtp, torch.device("cpu"), config.trainer.seed)
+        save_streamed(model, out, saved_tensors(model))
+
+
+def _fits(config: RLConfig, path: Path) -> bool:
+    """Whether files hold no more than the trainer will send: some have tensors that no model reads, or layers that an
+    override leaves out."""
+    files = ServedFiles(path)
+    return files.shapes.keys() <= stored_names(model_without_weights(config.model, config.mtp)) | files.copies.keys()
 
 
 def _link(config: RLConfig, engine: TrainingEngine | None, out: Path) -> bool:
@@ -88,7 +103,18 @@ def _link(config: RLConfig, engine: TrainingEngine | None, out: Path) -> bool:
     layers = trunk_layers(source.config)
     left_out = set() if config.mtp.enable else {name for name in names if family.owns(name, depth, layers)}
     link_checkpoint(source, out, _config(config, source, depth if config.mtp.enable else 0), left_out)
+    if not config.mtp.enable and not config.model.trust_remote_code:
+        _drop_code(out)
     return True
+
+
+def _drop_code(directory: Path) -> None:
+    """Of a trunk that transformers has code for, the checkpoint's own, which the run does not trust either."""
+    written = read_json_object(directory, CONFIG)
+    if written.pop("auto_map", None) is not None:
+        (directory / CONFIG).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        for file in directory.glob("*.py"):
+            file.unlink()
 
 
 def _is_that_of(config: RLConfig, model: PreTrainedModel) -> bool:

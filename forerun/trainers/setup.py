@@ -103,6 +103,15 @@ def load_model(
     return ranks.on_each(read)
 
 
+def model_without_weights(config: ModelConfig, mtp: MTPConfig) -> PreTrainedModel:
+    """`load_model`'s on the meta device: names, shapes and dtypes. No weight is read.
+
+    Raises:
+        UsageError: as `load_model`.
+    """
+    return _load_model(config, mtp, 0, "carry", meta=True)
+
+
 def _load_model(config: ModelConfig, mtp: MTPConfig, seed: int, init: Init, meta: bool) -> PreTrainedModel:
     attach_new = mtp.enable and not carries_mtp(config)
     wanted = replace(mtp, enable=False, enable_train=False, enable_rollout=False) if attach_new else mtp

@@ -88,11 +88,12 @@ def test_a_run_rolls_out_on_sglang(
 @pytest.mark.parametrize(
     ("setting", "device", "started", "way"),
     [
-        ("auto", "cuda", False, "nccl"),
+        ("auto", "cuda x 2", False, "nccl"),
+        ("auto", "cuda x 1", False, None),
         ("auto", "cpu", False, None),
-        ("request", "cuda", False, None),
-        ("auto", "cuda", True, None),
-        ("nccl", "cuda", True, "nccl"),
+        ("request", "cuda x 2", False, None),
+        ("auto", "cuda x 2", True, None),
+        ("nccl", "cuda x 1", True, "nccl"),
     ],
 )
 def test_weights_travel_as_the_run_says(
@@ -106,7 +107,9 @@ def test_weights_travel_as_the_run_says(
         return Broadcast(client, tp_size, "gloo")
 
     monkeypatch.setattr(sglang, "Broadcast", broadcast)
-    monkeypatch.setattr(rollout_engines, "resolve_device", lambda _: torch.device(device))
+    kind, _, gpus = device.partition(" x ")
+    monkeypatch.setattr(rollout_engines, "resolve_device", lambda _: torch.device(kind))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(gpus or 0))
     model = attach(make_model(), MTPConfig(enable=True))
     model.save_pretrained(tmp_path / "model")
     with serving(SGLangServer(model, tmp_path / "model", num_steps=2)) as url:

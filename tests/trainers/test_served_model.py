@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -92,6 +93,33 @@ def test_overrides_and_dtype_are_in_what_is_served(tmp_path: Path, no_weights: N
     assert found["rope_parameters"]["factor"] == 4.0 and found["rope_parameters"]["rope_theta"] > 0
     changed = {key for key, value in written(path).items() if found[key] != value}
     assert changed == {"max_position_embeddings", "dtype", "rope_parameters"} and contents(path) == before
+
+
+def test_files_with_more_than_the_model_are_written_and_not_linked_to(tmp_path: Path) -> None:
+    """A tensor that no model reads, or layers that an override leaves out, would be missing from every update."""
+    path = carrier(tmp_path / "model", "glm4_moe")
+    stored = read(path)
+    save_file(stored | {"model.layers.0.self_attn.masked_bias": torch.ones(2)}, path / WEIGHTS, {"format": "pt"})
+    with served_model(config_of(path), None, make_tokenizer()) as served:
+        assert not (served / WEIGHTS).is_symlink() and same(read(served), stored)
+    trunk = tmp_path / "trunk"
+    tiny_trunk("LlamaForCausalLM").save_pretrained(trunk)
+    fewer = config_of(trunk, mtp=False, override_config={"num_hidden_layers": 1})
+    with served_model(fewer, None, None) as served:
+        assert not [name for name in read(served) if name.startswith("model.layers.1.")]
+        assert written(served)["num_hidden_layers"] == 1
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_checkpoint_s_own_code_goes_along_with_a_plain_trunk_where_it_is_trusted(
+    trusted: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "trunk"
+    tiny_trunk("LlamaForCausalLM").save_pretrained(path)
+    (path / "own.py").write_text("")
+    (path / "config.json").write_text(json.dumps(written(path) | {"auto_map": {"AutoModel": "own.Own"}}))
+    with served_model(config_of(path, mtp=False, trust_remote_code=trusted), None, None) as served:
+        assert ("auto_map" in written(served)) == (served / "own.py").exists() == trusted
 
 
 def test_a_hub_snapshot_is_linked_to_and_other_links_are_refused(tmp_path: Path, no_weights: None) -> None:

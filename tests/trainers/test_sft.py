@@ -96,7 +96,9 @@ def test_the_model_of_a_checkpoint_comes_out_and_what_is_missing_is_said(
     command = ["convert", str(run / "checkpoint-1"), str(tmp_path / "out"), "--to", "hf"]
     (run / "config.yaml").rename(tmp_path / "config.yaml")
     assert main(command) == 2 and "config.yaml is missing, which says what model" in capsys.readouterr().err
-    (tmp_path / "config.yaml").rename(run / "config.yaml")
+    # What the model does not depend on may be of the machine that trained.
+    text = (tmp_path / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("output_dir: ", "output_dir: '' #"))
     assert main(command) == 0
     exported, found = (load_file(place / "model.safetensors") for place in (run / "model", tmp_path / "out"))
     assert exported.keys() == found.keys() and all(torch.equal(found[name], exported[name]) for name in found)

@@ -154,15 +154,19 @@ class Broadcast:
 
     def close(self) -> None:
         """Leave the group, and have the server leave it."""
-        if self._group is not None:
+        if self._group is None:
+            return
+        try:
             self.client.post("/destroy_weights_update_group", {"group_name": self.name}, _TIMEOUT_S)
+        finally:
             self._destroy()
 
     def _abandon(self) -> None:
         """Leave it in the middle of a broadcast. Either side may wait there for the other, and hears when it goes."""
         body = {"group_name": self.name}
         call = _Call(lambda: self.client.post("/destroy_weights_update_group", body, _ABANDONED_S))
-        self._destroy()
+        with suppress(RuntimeError):  # what broke the broadcast says more
+            self._destroy()
         with suppress(ForerunError):
             call.result()
 

@@ -51,7 +51,7 @@ def send_update(
         if drafts and not session and not transport.reaches_drafter_always:
             raise ForerunError(
                 "this version of SGLang leaves the draft worker's weights as they are when weights are broadcast: "
-                "send them with transport='request', or use a version that has /begin_weight_update"
+                "set rollout.weight_transport=request, or use a version that has /begin_weight_update"
             )
     except ForerunError:
         with suppress(ForerunError):  # also where only the answer to the pause was lost

@@ -29,6 +29,7 @@ from forerun.trainers.asynchronous.ledger import Group
 from forerun.trainers.asynchronous.stored import restored_completion
 from forerun.trainers.asynchronous.trainer import AsyncRLTrainer
 from forerun.trainers.ranked import RankedScorer
+from forerun.trainers.rl_run import SharedClock
 from forerun.trainers.rollout_engines import make_rollout_engine
 from tests.logged import repeatable_metrics
 from tests.trainers.asynchronous.runs import (
@@ -241,6 +242,23 @@ def test_judge_and_evaluation_do_not_score_at_once() -> None:
     scorer.score([])
     judge.join()
     assert met == [False, False]
+
+
+def test_a_shared_clock_runs_while_anybody_is_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    clock = SharedClock()
+
+    def after(seconds: float) -> float:
+        now[0] += seconds
+        return clock.seconds
+
+    with clock:
+        assert after(1) == 1
+        with clock:
+            assert after(2) == 3  # not twice, and not only at the end
+        assert after(4) == 7
+    assert after(8) == 7
 
 
 MEETS = """
