@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.rollout.conformance import native, sglang, vllm
@@ -22,11 +22,7 @@ ENGINES = [
 
 def running() -> set[str]:
     """Threads and child processes of this process."""
-    children = {
-        f"process {pid}"
-        for task in Path("/proc/self/task").iterdir()
-        for pid in (task / "children").read_text().split()
-    }
+    children = {f"process {child.pid}" for child in psutil.Process().children()}
     return children | {f"thread {thread.name}" for thread in threading.enumerate()}
 
 
