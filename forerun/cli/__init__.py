@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import typer
 
@@ -26,6 +26,16 @@ from forerun.errors import ForerunError, UsageError
 
 # click's UsageError, the base of everything it says about arguments; typer carries click under a private name.
 _ArgumentError = cast(type[Exception], typer.BadParameter.__base__)
+
+
+def command() -> NoReturn:
+    """The process of a command: `main`, and its end."""
+    code = main()
+    if "RANK" in os.environ:
+        from forerun.launch.rank import leave
+
+        leave(code)
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from forerun.cli import main
+from forerun.cli import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -109,6 +112,18 @@ def run_as_rank(work: Callable[[], None]) -> None:
         # At once: ranks that wait for this one fail when its connections close, so never before it has ended. And
         # closing a process group that has lost a rank may take until its timeout.
         os._exit(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End a rank's process as Python does, but for taking the interpreter apart.
+
+    gloo's threads outlive their process group, and one that lets go of a tensor by then aborts the process.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # these two are what Python calls
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def redirect_output(path: Path) -> None:

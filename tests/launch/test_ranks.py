@@ -331,7 +331,8 @@ def _ended_in_its_fourth_step(arguments: list[str]) -> None:
         return step(trainer)
 
     SFTTrainer.step = interrupted  # type: ignore[method-assign]
-    sys.exit(cli.main(arguments))
+    sys.argv[1:] = arguments
+    cli.command()
 
 
 def test_a_rank_of_srun_says_it_when_the_scheduler_ends_it(
@@ -352,6 +353,28 @@ def test_a_rank_of_srun_says_it_when_the_scheduler_ends_it(
     assert started.exitcode == 130
     said = capfd.readouterr().err.splitlines()[-1]
     assert said == f"forerun: interrupted; the same command goes on from {run_dir / 'checkpoint-2'}"
+
+
+def test_a_rank_ends_before_python_takes_itself_apart() -> None:
+    """In which threads of gloo's, which outlive their group, may abort the process."""
+    code = """
+import atexit, threading, time
+from forerun import cli
+
+class Last:
+    def __del__(self):
+        print("taken apart", flush=True)
+
+last = Last()
+cli.app = lambda **_: lambda: 3
+atexit.register(print, "at exit", end="")
+threading.Thread(target=lambda: (time.sleep(0.2), print("a thread"))).start()
+cli.command()
+"""
+    for rank, said in (({"RANK": "1"}, "a thread\nat exit"), ({}, "a thread\nat exittaken apart\n")):
+        environment = {name: value for name, value in os.environ.items() if name != "RANK"} | rank
+        ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT)
+        assert (ended.returncode, ended.stdout) == (3, said), ended.stderr
 
 
 @pytest.mark.parametrize("mode", [[], ASYNCHRONOUS], ids=["in turn", "asynchronous"])

@@ -109,4 +109,4 @@ def _rank(rank: int, store: str) -> None:
 
 
 def test_shards_over_two_and_four_ranks(tmp_path: Path) -> None:
-    mp.spawn(_rank, args=(str(tmp_path / "store"),), nprocs=4)
+    mp.start_processes(_rank, (str(tmp_path / "store"),), nprocs=4, start_method="forkserver")

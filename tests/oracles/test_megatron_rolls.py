@@ -169,7 +169,7 @@ def _own_shards(rank: int, folder: str) -> None:
 
 def test_our_shards_equal_megatrons(rolled: dict[str, Tensor], tmp_path: Path) -> None:
     """Both exchange boundary tokens over gloo, each in its own way, and hold the same."""
-    mp.spawn(_own_shards, args=(str(tmp_path),), nprocs=2)
+    mp.start_processes(_own_shards, (str(tmp_path),), nprocs=2, start_method="forkserver")
     own = load_file(tmp_path / "0.safetensors") | load_file(tmp_path / "1.safetensors")
     assert len(own) == 3 * DEPTHS * 2 * len(SHARDS)
     for name, valid in own.items():
