@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -19,6 +20,9 @@ _ERROR = re.compile(
     r"^(?:\(.*?\) )?(?:\w+ \d\d-\d\d [\d:]+ \[\S+\] )?(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)"
 )
 _STOP_S = 20.0
+# For what it started to end when it has, such as the process of Python's that removes shared memory.
+_SETTLE_S = 2.0
+_POLL_S = 0.01
 _LARGEST_LOG = 64 << 20
 # Not ours to hand on: where our packages lie.
 _KEPT_BACK = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VIRTUAL_ENV")
@@ -110,15 +114,20 @@ class ChildProcess:
         return os.pread(handle, most, max(0, size - most))
 
     def close(self) -> None:
-        """End it and everything that it started."""
+        """End it and everything that it started: asked to first, then killed."""
         if self._log.closed:
             return
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._process.terminate()  # an engine that is killed leaves what it has in /dev/shm
         self.wait()
         with contextlib.suppress(ProcessLookupError):
+            deadline = time.monotonic() + (_SETTLE_S if not self.running else 0)
+            while time.monotonic() < deadline:
+                os.killpg(self._process.pid, 0)
+                time.sleep(_POLL_S)
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         self._log.close()
 
 

@@ -183,7 +183,7 @@ class OfflineConnection:
         self._call("wake", tags)
 
     def close(self) -> None:
+        self.process.close()
         self._lines.close()
         self._socket.close()
-        self.process.close()
         self._sender.shutdown(wait=False)

@@ -43,6 +43,10 @@ class Offline:
             if (answer := method(*call["arguments"])) is not None:
                 self.send({**answer, "number": call.get("number")})
 
+    def close(self) -> None:
+        """End the workers, which frees their shared memory."""
+        self.engine.engine_core.shutdown()
+
     def call_worker(self, method: str, *arguments: Any) -> dict[str, Any]:
         answers = self.engine.collective_rpc(method, args=arguments)
         return next((answer for answer in answers if "error" in answer), answers[0])

@@ -10,7 +10,7 @@ Then come calls {"call": name, "arguments": [...], "number": n} with one answer 
   more), it is as "generate".
 - {"call": "abort", "arguments": [ids]} has no answer: the requests end as "abort".
 
-When the socket closes, this process and all that it started end at once.
+On SIGTERM the engine is shut down. When the socket closes, this process and all that it started end at once.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 
 def main(descriptor: int) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     connection = socket.socket(fileno=descriptor)
     lines = connection.makefile("r", encoding="utf-8")
     inbox: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -43,7 +44,10 @@ def main(descriptor: int) -> None:
 
     offline = Offline(inbox.get()["engine"], send, inbox)
     send({"value": None})
-    offline.serve()
+    try:
+        offline.serve()
+    except SystemExit:
+        offline.close()
 
 
 if __name__ == "__main__":
