@@ -47,6 +47,7 @@ class ChildProcess:
         self, name: str, command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
     ) -> None:
         self.name = name
+        self._closed = False
         self._log = tempfile.TemporaryFile("w+b", prefix="forerun-")  # noqa: SIM115 - closed in `close`
         try:
             self._process = subprocess.Popen(
@@ -85,7 +86,7 @@ class ChildProcess:
 
     def last_error(self) -> str:
         """The signal that ended it, and the last line of its output that names an error; else the last line of all."""
-        if self._log.closed:
+        if self._closed:
             return "it was closed"
         lines = [line for line in self._printed(200_000).decode(errors="replace").splitlines() if line.strip()]
         errors = []
@@ -115,8 +116,9 @@ class ChildProcess:
 
     def close(self) -> None:
         """End it and everything that it started: asked to first, then killed."""
-        if self._log.closed:
+        if self._closed:
             return
+        self._closed = True
         self._process.terminate()  # an engine that is killed leaves what it has in /dev/shm
         self.wait()
         with contextlib.suppress(ProcessLookupError):
