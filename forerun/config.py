@@ -16,7 +16,7 @@ from forerun.config_algorithm import AlgorithmConfig
 from forerun.config_async import AsyncTrainingConfig, check_async, check_patience
 from forerun.config_check import bounded
 from forerun.config_megatron import MegatronConfig
-from forerun.config_rollout import RolloutConfig, check_rollout
+from forerun.config_rollout import RolloutConfig, check_ranks_to_an_engine, check_rollout
 from forerun.errors import UsageError
 from forerun.mtp.config import MTPConfig
 
@@ -332,9 +332,11 @@ class RLConfig:
         on_gpus = self.rollout.python is not None and self.engine.device != "cpu"
         if self.launch == "ray" and not asynchronous and on_gpus and size > 1:
             raise UsageError(
-                f"rollout.tensor_model_parallel_size={size} with launch=ray: the engine that rank 0 starts sees the "
-                "one GPU of that rank: set launch=torchrun, or async_training.enable=true, whose workers have their own"
+                f"rollout.tensor_model_parallel_size={size} with launch=ray: an engine that a rank starts sees the one "
+                "GPU of that rank: set launch=torchrun, or async_training.enable=true, whose workers have their own"
             )
+        if self.launch == "torchrun" and not asynchronous and self.rollout.python is not None:
+            check_ranks_to_an_engine(self.distributed.nproc_per_node, size)
         check_rollout(self.rollout, self.mtp, on_ray=self.launch == "ray" and asynchronous, asynchronous=asynchronous)
         check_async(self.async_training, self.algorithm, self.rollout, self.data.gen_batch_size, self.launch)
         if asynchronous and self.launch == "ray" and self.distributed.num_ranks > 1:

@@ -72,6 +72,7 @@ class RolloutConfig:
     free_cache_engine: bool = True
     # Of one that is started; "auto" is the checkpoint's.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    # Ranks that train on one machine have an engine for each so many of them, on their GPUs.
     tensor_model_parallel_size: int = bounded(1, ge=1)
     gpu_memory_utilization: float | None = bounded(None, gt=0, le=1)
     enforce_eager: bool = False
@@ -121,6 +122,19 @@ class RolloutConfig:
         """The first of these fields that has not its default."""
         unset = RolloutConfig()
         return next((name for name in names if getattr(self, name) != getattr(unset, name)), None)
+
+
+def check_ranks_to_an_engine(ranks: int, size: int) -> None:
+    """Refuse a number of ranks of a machine that engines of `rollout.tensor_model_parallel_size` ranks do not divide.
+
+    Raises:
+        UsageError
+    """
+    if ranks > size and ranks % size:
+        raise UsageError(
+            f"rollout.tensor_model_parallel_size={size} must divide the number of ranks of a machine, {ranks}: so many "
+            "share an engine"
+        )
 
 
 def check_rollout(rollout: RolloutConfig, mtp: MTPConfig, *, on_ray: bool, asynchronous: bool) -> None:

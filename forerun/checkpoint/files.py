@@ -85,7 +85,7 @@ def _whole_of(home: Path) -> Path:
 
 @contextmanager
 def linked(directory: Path, source: Path) -> Iterator[None]:
-    """Within it, links in `directory`, which this process makes and nobody else writes to, may lead where those in the
+    """Within it, links in `directory`, which this run makes and nobody else writes to, may lead where those in the
     checkpoint directory `source` may.
     """
     made = Path(os.path.realpath(directory))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeVar
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from forerun.checkpoint.files import linked
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.config import RLConfig
 from forerun.engines.handing_out import agree_on_weights, hand_out
@@ -20,14 +25,9 @@ from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import RolloutEngine
 from forerun.rollout.served import written_dtype
 from forerun.trainers.ranked import RankedRollout
+from forerun.trainers.rollout_places import own_place
 from forerun.trainers.served_model import served_model
 from forerun.trainers.setup import load_model, resolve_device
-
-if TYPE_CHECKING:
-    from forerun.rollout.sglang.engine import SGLangEngine
-    from forerun.rollout.vllm.engine import VLLMEngine
-
-Engine = TypeVar("Engine", bound=RolloutEngine)
 
 
 def make_rollout_engine(
@@ -39,8 +39,9 @@ def make_rollout_engine(
     """The engine of `config.rollout`, with its own copy of the training engine's model, or in a process that does not
     train (None) with the model that the run starts from.
 
-    On several ranks every one of them has a native engine; vLLM or SGLang is rank 0's alone, for all. All ranks call
-    this.
+    On several ranks every one of them has a native engine. A vLLM or an SGLang is started for each
+    `rollout.tensor_model_parallel_size` of them (see `own_place`), and a server that runs already is spoken to by
+    rank 0, for all. All ranks call this.
 
     Raises:
         UsageError: the training engine holds no model that could be copied, or the rollout engine cannot run it.
@@ -48,17 +49,48 @@ def make_rollout_engine(
     """
     if config.engine.strategy == "megatron":
         engine = None  # no rank has the model whole
-    if ranks is not None and ranks.size > 1:
-        if config.rollout.engine == "native":
-            return RankedRollout(ranks, _native(config, engine, tokenizer, ranks))
-        return RankedRollout(ranks, make_rollout_engine(config, engine, tokenizer) if ranks.rank == 0 else None)
-    match config.rollout.engine:
-        case "vllm":
-            return _vllm(config, engine, tokenizer)
-        case "sglang":
-            return _sglang(config, engine, tokenizer)
-        case "native":
-            return _native(config, engine, tokenizer)
+    several = ranks is not None and ranks.size > 1
+    if config.rollout.engine == "native":
+        native = _native(config, engine, tokenizer, ranks if several else None)
+        return RankedRollout(ranks, native) if ranks is not None and several else native
+    if config.rollout.base_url is not None:
+        if ranks is None or not several:
+            return _connected(config, config.rollout.base_url)
+        return RankedRollout(ranks, _connected(config, config.rollout.base_url) if ranks.rank == 0 else None)
+    if ranks is not None and several:
+        return _started_by_ranks(config, engine, tokenizer, ranks)
+    with served_model(config, engine, tokenizer) as path:
+        return _started(config, path, {})
+
+
+def _started_by_ranks(
+    config: RLConfig, engine: TrainingEngine | None, tokenizer: PreTrainedTokenizerBase | None, ranks: RankGroup
+) -> RankedRollout:
+    """An engine for each place that ranks have; those of a machine start on one directory."""
+    hosts = ranks.collect(ranks.size, [socket.gethostname()])
+    size, device = config.rollout.tensor_model_parallel_size, resolve_device(config.engine)
+    place = ranks.on_each(lambda: own_place(ranks.rank, hosts, size, device))
+    with ExitStack() as directories, ExitStack() as failing:
+
+        def write() -> Path | None:
+            if place.writer != ranks.rank:
+                return None
+            return directories.enter_context(served_model(config, engine, tokenizer))
+
+        path = ranks.collect(ranks.size, [ranks.on_each(write)])[place.writer]
+        if path is not None and place.writer != ranks.rank:
+            directories.enter_context(linked(path, Path(config.model.path)))
+
+        def start() -> RolloutEngine | None:
+            if not place.starts or path is None:
+                return None
+            started = _started(config, path, place.environment)
+            failing.callback(started.close)
+            return started
+
+        own = ranks.on_each(start)
+        failing.pop_all()
+        return RankedRollout(ranks, own)
 
 
 def _native(
@@ -81,13 +113,45 @@ def _native(
     )
 
 
-def _vllm(config: RLConfig, engine: TrainingEngine | None, tokenizer: PreTrainedTokenizerBase | None) -> VLLMEngine:
+def _connected(config: RLConfig, base_url: str) -> RolloutEngine:
+    """One in front of a server that was started elsewhere, if that drafts as the run's configuration says.
+
+    Raises:
+        UsageError
+    """
+    bucket_bytes, seed = config.rollout.update_weights_bucket_megabytes << 20, config.trainer.seed
+    engine: RolloutEngine
+    if config.rollout.engine == "vllm":
+        from forerun.rollout.vllm.engine import VLLMEngine
+
+        engine, setting = VLLMEngine.connect(base_url, bucket_bytes), "num_speculative_tokens"
+    else:
+        from forerun.rollout.sglang.engine import SGLangEngine
+
+        way = _weight_transport(config)
+        engine = SGLangEngine(base_url, transport=way, bucket_bytes=bucket_bytes, seed=seed)
+        setting = "speculative_num_steps"
+    depth = engine.num_speculative_tokens
+    if depth != (getattr(config.mtp, setting) if config.mtp.enable_rollout else 0):
+        engine.close()
+        mend = f"set mtp.enable_rollout=true and mtp.{setting}={depth}" if depth else "set mtp.enable_rollout=false"
+        raise UsageError(
+            f"the server at {base_url} drafts {depth} tokens at a time, and this run is set to another depth: {mend}, "
+            "or start the server otherwise"
+        )
+    return engine
+
+
+def _started(config: RLConfig, path: Path, environment: Mapping[str, str]) -> RolloutEngine:
+    """One of our own, with these variables, on a directory that it reads at its start only."""
+    return (_vllm if config.rollout.engine == "vllm" else _sglang)(config, path, environment)
+
+
+def _vllm(config: RLConfig, path: Path, environment: Mapping[str, str]) -> RolloutEngine:
     from forerun.rollout.vllm.engine import VLLMEngine
     from forerun.rollout.vllm.launch import LaunchSettings
 
-    rollout, bucket_bytes = config.rollout, config.rollout.update_weights_bucket_megabytes << 20
-    if rollout.base_url is not None:
-        return _drafting_as_set(config, rollout.base_url, VLLMEngine.connect(rollout.base_url, bucket_bytes))
+    rollout = config.rollout
     assert rollout.python is not None
     settings = LaunchSettings(
         python=rollout.python,
@@ -102,39 +166,39 @@ def _vllm(config: RLConfig, engine: TrainingEngine | None, tokenizer: PreTrained
         sleep_mode=rollout.free_cache_engine and not config.async_training.enable,
         trust_remote_code=config.model.trust_remote_code or None,
         engine_args={"tensor_parallel_size": rollout.tensor_model_parallel_size, **rollout.engine_kwargs},
+        environment=environment,
     )
-    with served_model(config, engine, tokenizer) as path:
-        return VLLMEngine.launch(path, settings, bucket_bytes)
+    return VLLMEngine.launch(path, settings, rollout.update_weights_bucket_megabytes << 20)
 
 
-def _sglang(config: RLConfig, engine: TrainingEngine | None, tokenizer: PreTrainedTokenizerBase | None) -> SGLangEngine:
+def _sglang(config: RLConfig, path: Path, environment: Mapping[str, str]) -> RolloutEngine:
     from forerun.rollout.sglang.engine import SGLangEngine
     from forerun.rollout.sglang.launch import LaunchSettings
 
-    rollout, bucket_bytes = config.rollout, config.rollout.update_weights_bucket_megabytes << 20
-    way = _weight_transport(config)
-    if rollout.base_url is not None:
-        connected = SGLangEngine(rollout.base_url, transport=way, bucket_bytes=bucket_bytes, seed=config.trainer.seed)
-        return _drafting_as_set(config, rollout.base_url, connected)
+    rollout = config.rollout
     assert rollout.python is not None
-    with served_model(config, engine, tokenizer) as path:
-        settings = LaunchSettings(
-            model_dir=path,
-            python=rollout.python,
-            tensor_parallel_size=rollout.tensor_model_parallel_size,
-            # SGLang's own "auto" makes float32 ones float16.
-            dtype=written_dtype(CheckpointReader(path).config) if rollout.dtype == "auto" else rollout.dtype,
-            max_num_seqs=rollout.max_num_seqs,
-            max_model_len=rollout.max_prompt_length + rollout.max_response_length,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            enforce_eager=rollout.enforce_eager,
-            trust_remote_code=config.model.trust_remote_code,
-            deterministic=rollout.deterministic,
-            seed=config.trainer.seed,
-        )
-        return SGLangEngine.launch(
-            settings, config.mtp, transport=way, bucket_bytes=bucket_bytes, seed=config.trainer.seed
-        )
+    settings = LaunchSettings(
+        model_dir=path,
+        python=rollout.python,
+        tensor_parallel_size=rollout.tensor_model_parallel_size,
+        # SGLang's own "auto" makes float32 ones float16.
+        dtype=written_dtype(CheckpointReader(path).config) if rollout.dtype == "auto" else rollout.dtype,
+        max_num_seqs=rollout.max_num_seqs,
+        max_model_len=rollout.max_prompt_length + rollout.max_response_length,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enforce_eager=rollout.enforce_eager,
+        trust_remote_code=config.model.trust_remote_code,
+        deterministic=rollout.deterministic,
+        seed=config.trainer.seed,
+        environment=environment,
+    )
+    return SGLangEngine.launch(
+        settings,
+        config.mtp,
+        transport=_weight_transport(config),
+        bucket_bytes=rollout.update_weights_bucket_megabytes << 20,
+        seed=config.trainer.seed,
+    )
 
 
 def _weight_transport(config: RLConfig) -> Literal["request", "nccl"]:
@@ -146,20 +210,6 @@ def _weight_transport(config: RLConfig) -> Literal["request", "nccl"]:
     # On a machine with one GPU the server is on the trainer's, which NCCL does not take twice.
     several = resolve_device(config.engine).type == "cuda" and torch.cuda.device_count() > 1
     return "nccl" if here and several else "request"
-
-
-def _drafting_as_set(config: RLConfig, base_url: str, engine: Engine) -> Engine:
-    """An engine in front of a server that was started elsewhere, if that drafts as the run's configuration says."""
-    setting = "speculative_num_steps" if config.rollout.engine == "sglang" else "num_speculative_tokens"
-    depth = engine.num_speculative_tokens
-    if depth != (getattr(config.mtp, setting) if config.mtp.enable_rollout else 0):
-        engine.close()
-        mend = f"set mtp.enable_rollout=true and mtp.{setting}={depth}" if depth else "set mtp.enable_rollout=false"
-        raise UsageError(
-            f"the server at {base_url} drafts {depth} tokens at a time, and this run is set to another depth: {mend}, "
-            "or start the server otherwise"
-        )
-    return engine
 
 
 def _whole_model(config: RLConfig, engine: TorchEngine | None, ranks: RankGroup | None) -> PreTrainedModel:

@@ -171,10 +171,16 @@ def test_rollouts_that_cannot_be_drafted_so_are_one_line(mtp: str, rollout: str,
 
 def test_an_engine_on_several_gpus_is_refused_where_its_rank_has_one() -> None:
     over_two = [*REQUIRED, f"rollout={{engine: vllm, {STARTED}, tensor_model_parallel_size: 2}}"]
-    with pytest.raises(UsageError, match="=2 with launch=ray: the engine that rank 0 starts sees the one GPU of that"):
+    with pytest.raises(UsageError, match="=2 with launch=ray: an engine that a rank starts sees the one GPU of that"):
         load_config(RLConfig, None, [*over_two, "launch=ray"])
     for allowed in ("launch=torchrun", "async_training.enable=true", "engine.device=cpu"):
         load_config(RLConfig, None, [*over_two, "launch=ray", allowed])
+    with pytest.raises(
+        UsageError, match="parallel_size=2 must divide the number of ranks of a machine, 3: so many sha"
+    ):
+        load_config(RLConfig, None, [*over_two, "launch=torchrun", "distributed.nproc_per_node=3"])
+    for ranks in (1, 2, 4):
+        load_config(RLConfig, None, [*over_two, "launch=torchrun", f"distributed.nproc_per_node={ranks}"])
 
 
 @pytest.mark.parametrize(("override", "message"), BAD)

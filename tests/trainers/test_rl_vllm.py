@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.oracles.served_models import trunk_of
 from tests.trainers.tiny import make_tokenizer
 from tests.trainers.tiny_rl import MTP, PROMPTS, ShareOfWord, settings
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.oracle
 
 
@@ -86,6 +88,18 @@ def test_a_run_rolls_out_on_vllm(vllm_env: Path, tmp_path: Path, monkeypatch: py
         made.rollout.drafter_digest()
 
 
+def shared_memory(group: int) -> set[Path]:
+    """What the processes of a group have in /dev/shm."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(maps.parent.name)) == group:
+                found |= {
+                    Path(line.split(maxsplit=5)[5]) for line in maps.read_text().splitlines() if "/dev/shm/" in line
+                }
+    return {path for path in found if path.exists()}
+
+
 def test_two_workers_share_a_drafter(vllm_env: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With experts, which vLLM's CPU build pads on each of the two; and a fault in the second one is found."""
     launch, added = VLLMEngine.launch, {"worker_extension_cls": "tampered_worker.TamperedWorker"}
@@ -121,13 +135,14 @@ def test_two_workers_share_a_drafter(vllm_env: Path, tmp_path: Path, monkeypatch
                 assert rollout.drafter_digest() == trained
             worker("forerun_hide_experts", 1)
             assert [rollout.drafter_digest(), rollout.drafter_digest()] == [None, None]
+            shared = shared_memory(rollout._connection.process.pid)
+    assert shared and not any(path.exists() for path in shared)
     told = [str(warning.message) for warning in warned if "vLLM" in str(warning.message)]
     assert len(told) == 2 and "no sleep mode" in told[0] and "w2_weight, which cannot be read back" in told[1], told
 
 
-def test_workers_on_ray_roll_out_on_vllm(vllm_env: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asynchronously: each worker is an actor that has started a vLLM."""
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+def command_line(tmp_path: Path) -> list[str]:
+    """Settings of a run whose model, prompts and reward are files, beside a run.yaml."""
     model, tokenizer = make_model(MTPConfig(enable=True))
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -135,9 +150,7 @@ def test_workers_on_ray_roll_out_on_vllm(vllm_env: Path, tmp_path: Path, monkeyp
     (tmp_path / "rl.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "run.yaml").write_text(f"model: {{path: {tmp_path / 'model'}}}")
     (tmp_path / "reward.py").write_text("def score(prompt, response, ground_truth, extra):\n    return len(response)\n")
-    own = [
-        "launch=ray",
-        "async_training.enable=true",
+    return [
         f"data.train_files=[{tmp_path / 'rl.jsonl'}]",
         f"reward.function={tmp_path / 'reward.py'}:score",
         f"trainer.output_dir={tmp_path / 'run'}",
@@ -147,7 +160,40 @@ def test_workers_on_ray_roll_out_on_vllm(vllm_env: Path, tmp_path: Path, monkeyp
         "train_batch_size=4",
         "ppo_mini_batch_size=4",
     ]
+
+
+def test_workers_on_ray_roll_out_on_vllm(vllm_env: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asynchronously: each worker is an actor that has started a vLLM."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    own = [*command_line(tmp_path), "launch=ray", "async_training.enable=true"]
     run("rl", tmp_path / "run.yaml", [*MTP, *on_vllm(vllm_env), *own])
     steps = drafted_steps(tmp_path / "run")
     assert steps[0]["log_prob_gap_max"] < 1e-4  # the second may train on samples of older weights
     assert all(step["rollout_workers"] == 1.0 and step["requests_reissued"] == 0.0 for step in steps)
+
+
+# Started by Python itself, in every rank.
+NOTING = """
+import os
+if "RANK" in os.environ:
+    from pathlib import Path
+    from forerun.rollout.vllm.engine import VLLMEngine
+    generate = VLLMEngine.generate
+    def noted(engine, requests, *more):
+        with Path(__file__).with_name(os.environ["RANK"]).open("a") as file:
+            print(len(requests), file=file)
+        return generate(engine, requests, *more)
+    VLLMEngine.generate = noted
+"""
+
+
+def test_every_rank_rolls_out_on_a_vllm_of_its_own(
+    vllm_env: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    (tmp_path / "sitecustomize.py").write_text(NOTING)
+    two = ["launch=torchrun", "distributed.nproc_per_node=2", "engine.device=cpu"]
+    run("rl", tmp_path / "run.yaml", [*MTP, *on_vllm(vllm_env), *command_line(tmp_path), *two])
+    assert all(step["log_prob_gap_max"] < 1e-4 for step in drafted_steps(tmp_path / "run"))
+    assert [(tmp_path / rank).read_text().split() for rank in "01"] == [["8", "8"]] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +37,7 @@ class LaunchSettings:
         seed: SGLang's.
         start_timeout_s: seconds until it must answer.
         extra_arguments: appended as they are.
+        environment: variables for its process.
     """
 
     model_dir: Path
@@ -54,6 +56,7 @@ class LaunchSettings:
     seed: int = 0
     start_timeout_s: float = 1200.0
     extra_arguments: tuple[str, ...] = field(default=())
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def launch_arguments(settings: LaunchSettings, mtp: MTPConfig | None, port: int) -> list[str]:
@@ -141,7 +144,7 @@ def launch(settings: LaunchSettings, mtp: MTPConfig | None) -> tuple[str, ChildP
     port = settings.port or free_port()
     url = f"http://{HOST}:{port}"
     arguments = launch_arguments(settings, mtp, port)
-    environment = environment_without(_UNWANTED)
+    environment = environment_without(_UNWANTED) | dict(settings.environment)
     return url, start_server(
         "SGLang", settings.python, "sglang.launch_server", arguments, url, environment, settings.start_timeout_s
     )
