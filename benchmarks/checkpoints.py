@@ -45,7 +45,7 @@ from forerun.data.packing import Document
 from forerun.engines.checkpoint_directory import prune_checkpoints
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
-from forerun.trainers.batching import make_rows, micro_batches
+from forerun.trainers.batching import Rows, micro_batches
 
 VOCABULARY = 8192
 ROW_TOKENS = 128
@@ -77,7 +77,7 @@ def batches_of(step: int) -> list[Batch]:
     for _ in range(4):
         ids = torch.randint(0, VOCABULARY, (ROW_TOKENS,), generator=draw).tolist()
         documents.append(Document(ids, [True] * ROW_TOKENS))
-    return micro_batches(make_rows(documents, ROW_TOKENS, packing=False), 1)
+    return micro_batches(Rows(documents, ROW_TOKENS, packing=False), 1)
 
 
 class MeanLoss:

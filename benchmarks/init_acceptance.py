@@ -32,7 +32,7 @@ from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.models.carrier import MTPCarrier
 from forerun.models.trunk import base_model
-from forerun.trainers.batching import make_rows
+from forerun.trainers.batching import Rows
 from forerun.trainers.head_init import fit_new_head
 
 ROW_LENGTH = 448
@@ -42,7 +42,7 @@ WARMUP_STEPS = 10  # Adam's first steps are as long as its last: without warm-up
 def rows_of(split: self_text.Split, tokens: int) -> list[Batch]:
     """Packed rows of the packaged responses, prompts included."""
     responses = self_text.take(self_text.packaged(), split, tokens)
-    return make_rows([response.document(prompt_too=True) for response in responses], ROW_LENGTH, packing=True)
+    return Rows([response.document(prompt_too=True) for response in responses], ROW_LENGTH, packing=True)
 
 
 def attached(model_dir: Path, start: str, loss: str) -> MTPCarrier:

@@ -31,14 +31,14 @@ from forerun.data.gguf import smollm2
 from forerun.demo import self_text
 from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
-from forerun.trainers.batching import make_rows, stack_rows
+from forerun.trainers.batching import Rows, stack_rows
 
 
 def batch_of(rows: int, length: int) -> Batch:
     """Rows of the packaged text, packed to about `length` tokens each."""
     responses = self_text.take(self_text.packaged(), "train", 8 * rows * length + 4096)
     responses = [response for response in responses if len(response) <= length]
-    packed = make_rows([response.document(prompt_too=True) for response in responses], length, packing=True)
+    packed = Rows([response.document(prompt_too=True) for response in responses], length, packing=True)
     return stack_rows(sorted(packed, key=lambda row: row.num_targets, reverse=True)[:rows])
 
 

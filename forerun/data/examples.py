@@ -104,7 +104,7 @@ def encode_examples(
             if on_too_long == "skip" or not any(document.loss_mask):
                 continue
             cut += 1
-        documents.append(document)
+        documents.append(document.compact())
     if unusable:
         raise UsageError(f"{len(unusable)} of {count} examples cannot be trained on: {first_few(unusable)}")
     said = f"{len(long)} of {count} examples have more tokens than data.max_length={max_length}"

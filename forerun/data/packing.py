@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -28,7 +29,7 @@ class Document:
     """
 
     token_ids: Sequence[int]
-    loss_mask: Sequence[bool]
+    loss_mask: Sequence[int]
     extras: Mapping[str, Sequence[float] | Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -38,6 +39,10 @@ class Document:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def compact(self) -> Document:
+        """The same in 5 bytes a token, where lists take some 45."""
+        return Document(array("i", self.token_ids), bytearray(bytes(self.loss_mask)), self.extras)
 
 
 def pack(
@@ -68,8 +73,23 @@ def pack(
         UsageError: a document that is longer than max_length, or empty.
         ValueError: documents whose extras differ, or an argument out of range.
     """
-    if max_length < 1 or micro_batch_size < 1 or pad_to_multiple_of < 1:
-        raise ValueError("max_length, micro_batch_size and pad_to_multiple_of must be at least 1")
+    if micro_batch_size < 1 or pad_to_multiple_of < 1:
+        raise ValueError("micro_batch_size and pad_to_multiple_of must be at least 1")
+    rows = assign(documents, max_length, layout)
+    return [
+        fill(documents, rows[start : start + micro_batch_size], pad_token_id, pad_to_multiple_of)
+        for start in range(0, len(rows), micro_batch_size)
+    ]
+
+
+def assign(documents: Sequence[Document], max_length: int, layout: Layout = "packed") -> list[list[int]]:
+    """Which documents each row holds, in `pack`'s order of rows.
+
+    Raises:
+        UsageError, ValueError: see `pack`.
+    """
+    if max_length < 1:
+        raise ValueError("max_length must be at least 1")
     for index, document in enumerate(documents):
         if not len(document):
             raise UsageError(f"document {index} has no tokens: drop it before packing")
@@ -87,10 +107,7 @@ def pack(
     rows = [[i] for i in range(len(documents))] if layout == "padded" else best_fit(lengths, max_length)
     # Longest rows first: the first micro-batch shows at once whether memory suffices.
     rows.sort(key=lambda row: -sum(lengths[i] for i in row))
-    return [
-        _batch(documents, rows[start : start + micro_batch_size], pad_token_id, pad_to_multiple_of)
-        for start in range(0, len(rows), micro_batch_size)
-    ]
+    return rows
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -112,9 +129,15 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def _batch(documents: Sequence[Document], rows: list[list[int]], pad_token_id: int, multiple: int) -> Batch:
+def fill(
+    documents: Sequence[Document],
+    rows: Sequence[Sequence[int]],
+    pad_token_id: int = 0,
+    pad_to_multiple_of: int = 1,
+) -> Batch:
+    """A batch of these rows, see `pack`."""
     longest = max(sum(len(documents[i]) for i in row) for row in rows)
-    shape = (len(rows), -(-longest // multiple) * multiple)
+    shape = (len(rows), -(-longest // pad_to_multiple_of) * pad_to_multiple_of)
     input_ids = torch.full(shape, pad_token_id, dtype=torch.long)
     position_ids = torch.zeros(shape, dtype=torch.long)
     document_ids = torch.full(shape, -1, dtype=torch.long)
@@ -125,10 +148,10 @@ def _batch(documents: Sequence[Document], rows: list[list[int]], pad_token_id: i
         for index in row:
             document = documents[index]
             span = slice(start, start + len(document))
-            input_ids[r, span] = torch.as_tensor(document.token_ids, dtype=torch.long)
+            input_ids[r, span] = _tensor(document.token_ids, torch.long)
             position_ids[r, span] = torch.arange(len(document))
             document_ids[r, span] = index
-            loss_mask[r, span] = torch.as_tensor(document.loss_mask, dtype=torch.bool)
+            loss_mask[r, span] = _tensor(document.loss_mask, torch.bool)
             for name, values in document.extras.items():
                 tensor = torch.as_tensor(values)
                 if name not in extras:
@@ -139,3 +162,11 @@ def _batch(documents: Sequence[Document], rows: list[list[int]], pad_token_id: i
             start = span.stop
         position_ids[r, start:] = torch.arange(shape[1] - start)
     return Batch(input_ids, position_ids, document_ids, loss_mask, extras)
+
+
+def _tensor(values: Sequence[int], dtype: torch.dtype) -> Tensor:
+    if isinstance(values, array):
+        return torch.frombuffer(values, dtype=torch.int32).to(dtype)
+    if isinstance(values, bytearray):
+        return torch.frombuffer(values, dtype=torch.uint8).to(dtype)
+    return torch.as_tensor(values, dtype=dtype)

@@ -23,7 +23,7 @@ from forerun.models.carrier import MTPCarrier, mtp_weight_names
 from forerun.models.loading import load
 from forerun.report.atomic import write_text
 from forerun.rollout.sync import digest
-from forerun.trainers.batching import make_rows
+from forerun.trainers.batching import Rows
 
 ROW_LENGTH = 448
 
@@ -58,7 +58,7 @@ def figures(model: MTPCarrier, text: Path) -> dict[str, Any]:
     responses = [self_text.Response(**row) for row in json.loads(text.read_text())]
     documents: list[Document] = [response.document(prompt_too=False) for response in responses]
     engine = TorchEngine(model, TorchEngineConfig(train_trunk=True))
-    found = engine.evaluate(make_rows(documents, ROW_LENGTH, packing=True))
+    found = engine.evaluate(Rows(documents, ROW_LENGTH, packing=True))
     return {"digest": digest(engine.named_weights()), "acceptance": found.get("mtp/depth_1/trunk_top1")}
 
 

@@ -20,7 +20,7 @@ from forerun.engines.torch_engine import TorchEngine, default_mtp_loss
 from forerun.models.carrier import MTPCarrier
 from forerun.models.training import MTPOutput
 from forerun.mtp.shift import depth_counts
-from forerun.trainers.batching import make_rows
+from forerun.trainers.batching import Rows
 from forerun.trainers.head_init import fit_new_head
 from forerun.trainers.setup import engine_config
 from forerun.trainers.sft import SFTTrainer
@@ -71,7 +71,7 @@ def train_head(workspace: Workspace) -> dict[str, Any]:
     )
     # Built by hand rather than by the trainer, for an objective of its own.
     documents = [response.document(prompt_too=True) for response in workspace.train_text]
-    rows = make_rows(documents, ROW_LENGTH, packing=True)
+    rows = Rows(documents, ROW_LENGTH, packing=True)
     total_steps = math.ceil(workspace.sizes.epochs * len(rows) / ROWS_PER_STEP)
     engine = TorchEngine(
         model,

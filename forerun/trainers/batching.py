@@ -7,16 +7,43 @@ per row (a frozen trunk's hiddens) stays valid.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 
 from forerun.data.batch import Batch
-from forerun.data.packing import Document, pack
+from forerun.data.packing import Document, assign, fill
 
 
-def make_rows(documents: Sequence[Document], max_length: int, packing: bool) -> list[Batch]:
-    """One Batch [1, S] per row, S its own length; `packing` puts several documents into a row."""
-    return pack(documents, max_length, micro_batch_size=1, layout="packed" if packing else "padded")
+class Rows(Sequence[Batch]):
+    """One Batch [1, S] per row, S its own length, made whenever it is asked for: memory holds the documents alone.
+
+    Args:
+        documents: see `forerun.data.packing.pack`.
+        max_length: tokens of a row.
+        packing: put several documents into a row.
+
+    Raises:
+        UsageError, ValueError: see `pack`.
+    """
+
+    def __init__(self, documents: Sequence[Document], max_length: int, packing: bool) -> None:
+        self._documents = documents
+        self._rows = assign(documents, max_length, "packed" if packing else "padded")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Batch]: ...
+
+    def __getitem__(self, index: int | slice) -> Batch | list[Batch]:
+        if isinstance(index, slice):
+            return [fill(self._documents, [row]) for row in self._rows[index]]
+        return fill(self._documents, [self._rows[index]])
 
 
 def stack_rows(rows: Sequence[Batch]) -> Batch:

@@ -10,7 +10,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from forerun.models.attach import Init
 from forerun.models.carrier import MTPCarrier
 from forerun.report.progress import ProgressBar
 from forerun.trainers.alarms import Alarms
-from forerun.trainers.batching import make_rows, micro_batches
+from forerun.trainers.batching import Rows, micro_batches, stack_rows
 from forerun.trainers.checks import check_config, check_ranks, warn_of_float32
 from forerun.trainers.head_init import fit_new_head
 from forerun.trainers.megatron_setup import make_megatron_engine
@@ -47,6 +48,7 @@ from forerun.trainers.setup import (
 
 logger = logging.getLogger(__name__)
 
+Item = TypeVar("Item")
 Metrics = dict[str, float]
 
 
@@ -103,10 +105,10 @@ class SFTTrainer:
         self.tokenizer = load_tokenizer(config.model) if needs_tokenizer else tokenizer
         # Data before the model: a bad row is found in a second, not after a minute's loading.
         if documents is None:
-            documents = self._read(config.data.train_files, config.data.train_max_samples)
+            documents = self._read("train", config.data.train_files, config.data.train_max_samples)
         if eval_documents is None:
             held_out = config.data.val_files
-            eval_documents = {"val": self._read(held_out, config.data.val_max_samples)} if held_out else {}
+            eval_documents = {"val": self._read("val", held_out, config.data.val_max_samples)} if held_out else {}
         self.rows = self._rows(documents)
         self.eval_rows = {name: self._rows(given) for name, given in eval_documents.items()}
         self.order = DataOrder(len(self.rows), config.trainer.seed, config.data.shuffle)
@@ -205,23 +207,28 @@ class SFTTrainer:
         """Held-out figures of every set: `<name>/loss`, `<name>/mtp/depth_{k}/...`, `<name>/mtp/acceptance_length`."""
         figures: Metrics = {}
         for name, rows in self.eval_rows.items():
-            batches = micro_batches(rows, self.config.micro_batch_size)
-            with ProgressBar(f"evaluate {name}", len(batches), "batches") as progress:
+            size = self.config.micro_batch_size
+            starts = range(0, len(rows), size)
+            with ProgressBar(f"evaluate {name}", len(starts), "batches") as progress:
+                batches = (stack_rows(rows[start : start + size]) for start in starts)
                 found = self.engine.evaluate(_counted(batches, progress))
             figures.update({f"{name}/{key}": value for key, value in found.items()})
         return figures
 
-    def _read(self, files: Sequence[str], limit: int | None) -> list[Document]:
+    def _read(self, name: str, files: Sequence[str], limit: int | None) -> list[Document]:
         data = self.config.data
         assert self.tokenizer is not None
         examples = [example for file in files for example in read_examples(file, data.on_bad_row, logger.warning)]
-        return encode_examples(self.tokenizer, examples[:limit], data.max_length, data.on_too_long, logger.warning)
+        examples = examples[:limit]
+        with ProgressBar(f"tokenize {name}", len(examples), "examples") as progress:
+            counted = _counted(examples, progress)
+            return encode_examples(self.tokenizer, counted, data.max_length, data.on_too_long, logger.warning)
 
-    def _rows(self, documents: Sequence[Document]) -> list[Batch]:
-        learnable = [document for document in documents if any(list(document.loss_mask)[1:])]
+    def _rows(self, documents: Sequence[Document]) -> Rows:
+        learnable = [document for document in documents if any(document.loss_mask[1:])]
         if not learnable:
             raise UsageError("the dataset is empty: no document has a target token to learn")
-        return make_rows(learnable, self.config.data.max_length, self.config.data.packing)
+        return Rows(learnable, self.config.data.max_length, self.config.data.packing)
 
 
 def _check_fit(documents: Sequence[Document], size: int, context: int | None) -> None:
@@ -239,9 +246,9 @@ def _check_fit(documents: Sequence[Document], size: int, context: int | None) ->
         )
 
 
-def _counted(batches: Sequence[Batch], progress: ProgressBar) -> Iterator[Batch]:
-    for batch in batches:
-        yield batch
+def _counted(items: Iterable[Item], progress: ProgressBar) -> Iterator[Item]:
+    for item in items:
+        yield item
         progress.advance(1)
 
 

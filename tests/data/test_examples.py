@@ -28,10 +28,9 @@ def test_examples_in_every_column_layout_are_one(tmp_path, tokenizer):
 def test_text_is_an_example_beside_conversations(tmp_path, tokenizer):
     rows = [{"text": "the sum"}, {"text": "of both", "prompt": "two?", "response": "five"}]
     documents = encode_examples(tokenizer, read_examples(write(tmp_path / "a.jsonl", rows)), max_length=64)
-    assert documents == [
-        encode_text(tokenizer, "the sum"),
-        encode_conversation(tokenizer, [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "five"}]),
-    ]
+    turns = [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "five"}]
+    expected = [encode_text(tokenizer, "the sum"), encode_conversation(tokenizer, turns)]
+    assert documents == [document.compact() for document in expected]
     path = write(tmp_path / "b.jsonl", [{"text": ""}, {"text": ["a"]}, {"text": "\ud800"}])
     said = r"3 of 3 .* line 1: column 'text' must be a string .*, not ''; line 2: .* not \['a'\]; line 3: .*half a sur"
     with pytest.raises(UsageError, match=said):

@@ -1,5 +1,7 @@
 """Packing: every token once, in order, with what belongs to it; and the order of data."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +22,8 @@ def document_lists(draw):
         ids = list(range(token, token + length))  # every token of the list is its own
         token += length
         mask = draw(st.lists(st.booleans(), min_size=length, max_size=length))
-        documents.append(Document(ids, mask, {"value": [i / 8 for i in ids], "version": torch.tensor(ids) * 3}))
+        document = Document(ids, mask, {"value": [i / 8 for i in ids], "version": torch.tensor(ids) * 3})
+        documents.append(document.compact() if draw(st.booleans()) else document)
     return documents
 
 
@@ -67,6 +70,15 @@ def test_best_fit_equals_the_obvious_search(lengths):
         else:
             rows.append([i])
     assert best_fit(lengths, 20) == rows
+
+
+def test_a_compact_document_takes_five_bytes_a_token():
+    ids, mask = list(range(100_000, 110_000)), [True, False] * 5000
+    document = Document(ids, mask).compact()
+    assert sys.getsizeof(document.token_ids) + sys.getsizeof(document.loss_mask) < 5.1 * len(ids)
+    assert list(document.token_ids) == ids and list(document.loss_mask) == mask
+    batch, same = pack([document], 10_000, 1)[0], pack([Document(ids, mask)], 10_000, 1)[0]
+    assert batch.input_ids.equal(same.input_ids) and batch.loss_mask.equal(same.loss_mask)
 
 
 def test_packing_saves_rows():

@@ -20,7 +20,7 @@ from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.errors import UsageError
 from forerun.models.carrier import MTPCarrier
 from forerun.models.loading import load
-from forerun.trainers.batching import make_rows
+from forerun.trainers.batching import Rows
 from tests.families.tiny import tiny_trunk
 
 pytestmark = pytest.mark.model  # for its tokenizer
@@ -142,6 +142,6 @@ def test_the_shipped_head_drafts_for_smollm2(smollm2_dir: Path, tmp_path: Path) 
     """Agreement with the trunk on held-out text that the package carries; a head that is not loaded has none."""
     place = workspace.Workspace(DemoOptions(quick=True, out=tmp_path / "out", head="shipped"))
     model = place.drafting_model()
-    rows = make_rows([r.document(prompt_too=False) for r in place.held_out_text], 448, packing=True)
+    rows = Rows([r.document(prompt_too=False) for r in place.held_out_text], 448, packing=True)
     engine = TorchEngine(model, TorchEngineConfig(train_trunk=False))
     assert engine.evaluate(rows[:2])["mtp/depth_1/trunk_top1"] > 0.35

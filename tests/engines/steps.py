@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forerun.data.batch import Batch
 from forerun.data.packing import Document
-from forerun.trainers.batching import make_rows, micro_batches
+from forerun.trainers.batching import Rows, micro_batches
 from forerun.trainers.sft import NextTokenLoss
 from tests.families.tiny import VOCAB
 
@@ -23,7 +23,7 @@ def step_batches(step: int, count: int = 9, max_length: int = 24, rows: int = 1)
         length = int(torch.randint(2, 21, (1,), generator=draw))
         ids = torch.randint(0, VOCAB, (length,), generator=draw).tolist()
         documents.append(Document(ids, [j >= length // 3 for j in range(length)]))
-    batches = micro_batches(make_rows(documents, max_length, packing=True), rows)
+    batches = micro_batches(Rows(documents, max_length, packing=True), rows)
     return batches[: len(batches) - 1 + len(batches) % 2]
 
 

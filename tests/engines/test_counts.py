@@ -14,7 +14,7 @@ from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig, default
 from forerun.models.attach import attach
 from forerun.models.trunk import base_model
 from forerun.mtp.config import MTPConfig
-from forerun.trainers.batching import make_rows, micro_batches
+from forerun.trainers.batching import Rows, micro_batches
 from tests.families.tiny import tiny_trunk
 
 MASKS = ["0011101", "01", "1111", "000110111011", "011"]
@@ -22,7 +22,7 @@ MASKS = ["0011101", "01", "1111", "000110111011", "011"]
 
 def batches(micro_batch_size: int) -> list[Batch]:
     documents = [Document([1 + j for j in range(len(m))], [c == "1" for c in m]) for m in MASKS]
-    return micro_batches(make_rows(documents, max_length=14, packing=True), micro_batch_size)
+    return micro_batches(Rows(documents, max_length=14, packing=True), micro_batch_size)
 
 
 def counted_by_hand(depth: int, rule: str) -> int:

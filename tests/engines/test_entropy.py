@@ -18,7 +18,7 @@ from forerun.engines.accumulation import predicted_mask
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.models.attach import attach
 from forerun.mtp.config import MTPConfig
-from forerun.trainers.batching import make_rows, micro_batches
+from forerun.trainers.batching import Rows, micro_batches
 from forerun.trainers.policy_objective import PolicyObjective
 from tests.families.tiny import VOCAB, tiny_trunk
 
@@ -40,7 +40,7 @@ def rows(packing: bool, size: int) -> list[Batch]:
         replace(
             b, extras={"advantages": torch.zeros(b.input_ids.shape), "rollout_log_probs": -predicted_mask(b).float()}
         )
-        for b in micro_batches(make_rows(documents(), 24, packing), size)
+        for b in micro_batches(Rows(documents(), 24, packing), size)
     ]
 
 

@@ -10,7 +10,7 @@ from forerun.engines.optimizer import OptimizerConfig
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.models.attach import attach
 from forerun.mtp.config import MTPConfig
-from forerun.trainers.batching import make_rows
+from forerun.trainers.batching import Rows
 from tests.engines.test_counts import next_token_loss
 from tests.models.tiny import tiny_model, token_rows
 
@@ -21,7 +21,7 @@ def test_a_frozen_trunk_stays_as_it_is_even_in_joint_training(tied: bool) -> Non
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
     config = TorchEngineConfig(optimizer=OptimizerConfig(lr=0.1, weight_decay=0.1), train_trunk=False)
     engine = TorchEngine(model, config)
-    rows = make_rows([Document(token_rows(1, 9)[0].tolist(), [True] * 9)], max_length=9, packing=True)
+    rows = Rows([Document(token_rows(1, 9)[0].tolist(), [True] * 9)], max_length=9, packing=True)
     for _ in range(2):
         engine.forward_backward(rows, next_token_loss)
         engine.step()

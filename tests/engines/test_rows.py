@@ -28,7 +28,7 @@ from forerun.engines.shared_rows import JoinedRows
 from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.models.attach import attach
 from forerun.rollout.native.engine import NativeEngine
-from forerun.trainers.batching import make_rows, stack_rows
+from forerun.trainers.batching import Rows, stack_rows
 from forerun.trainers.sft import NextTokenLoss
 from tests.engines.test_torch_engine import mtp_config
 from tests.families.tiny import COMMON, TRUNKS, VOCAB, tiny_trunk
@@ -46,7 +46,7 @@ def documents() -> list[Document]:
 
 def packed() -> Batch:
     """Documents that have another number than their neighbours in the row, and no more; the last row is padded."""
-    rows = make_rows(documents(), 15, packing=True)
+    rows = Rows(documents(), 15, packing=True)
     for number, row in enumerate(rows):
         local = row.document_ids.diff(prepend=row.document_ids[:, :1]).ne(0).cumsum(1)
         row.document_ids = (local + number) % 2
@@ -131,7 +131,7 @@ def test_a_document_to_a_row_takes_no_more_room_than_the_packed_rows_did() -> No
     """One long document and many short ones would be 9 x 20 tokens together; the rows that hold them have 2 x 20."""
     sizes = [20, 6, 2, 2, 2, 2, 2, 2, 2]
     given = [Document([1] * size, [True] * size) for size in sizes]
-    parts = documents_apart(stack_rows(make_rows(given, 20, packing=True)))
+    parts = documents_apart(stack_rows(Rows(given, 20, packing=True)))
     assert [len(part.batch.input_ids) for part in parts] == [2, 7]
     assert [part.batch.input_ids.shape[1] for part in parts] == [20, 2]
     for part in parts:
@@ -187,7 +187,7 @@ def test_what_stands_before_a_document_does_not_reach_it(kind: str) -> None:
 )
 def test_hiddens_are_cached_by_row(kind: str, attention: str, hits: int, misses: int) -> None:
     config = TorchEngineConfig(train_trunk=False)
-    cache, first, second = HiddenCache(), *make_rows(documents(), 15, packing=True)[:2]
+    cache, first, second = HiddenCache(), *Rows(documents(), 15, packing=True)[:2]
     made = model(kind, attention)
     both = stack_rows([first, second])
     expected = TorchEngine(made, config).trunk_hidden_states(both)

@@ -25,7 +25,7 @@ from forerun.engines.torch_engine import TorchEngine, TorchEngineConfig
 from forerun.errors import ForerunError, UsageError
 from forerun.models.attach import attach
 from forerun.mtp.config import MTPConfig
-from forerun.trainers.batching import make_rows, micro_batches, stack_rows
+from forerun.trainers.batching import Rows, micro_batches, stack_rows
 from forerun.trainers.sft import NextTokenLoss
 from tests.families.tiny import VOCAB, tiny_trunk
 
@@ -57,7 +57,7 @@ def documents(seed: int = 1) -> list[Document]:
 
 
 def rows(seed: int = 1) -> list[Batch]:
-    return make_rows(documents(seed), max_length=24, packing=True)
+    return Rows(documents(seed), max_length=24, packing=True)
 
 
 def engine_for(model: PreTrainedModel, lr: float = 1e-2, **changes: object) -> TorchEngine:
@@ -108,7 +108,7 @@ def test_any_split_has_the_gradient_of_the_whole(tied: bool, isolated: bool, los
     assert len(packed) >= 3
     whole, whole_metrics = gradients(engine, [stack_rows(packed)])
     assert any(name.startswith("mtp.") for name in whole)
-    padded = make_rows(documents(), max_length=24, packing=False)
+    padded = Rows(documents(), max_length=24, packing=False)
     for split in (micro_batches(packed, 1), micro_batches(packed, 2), micro_batches(padded, 4)):
         part, metrics = gradients(engine, split)
         assert part.keys() == whole.keys()
@@ -121,7 +121,7 @@ def test_any_split_has_the_gradient_of_the_whole(tied: bool, isolated: bool, los
 def test_log_probs_equal_the_models_own_logits() -> None:
     model = tiny_model(dtype=torch.float64)
     engine = engine_for(model)
-    padded = make_rows(documents(), max_length=24, packing=False)
+    padded = Rows(documents(), max_length=24, packing=False)
     packed = [stack_rows(rows())]
     temperature = 0.7
     (log_probs, entropy), *_ = engine.log_probs(packed, temperature)
@@ -284,7 +284,7 @@ def test_schedule_without_length_is_refused() -> None:
 def test_nothing_to_train_and_nothing_supervised_are_refused() -> None:
     with pytest.raises(UsageError, match="nothing to train"):
         engine_for(tiny_model(), train_trunk=False)
-    row = make_rows([Document([1, 2, 3], [False] * 3)], 8, packing=True)
+    row = Rows([Document([1, 2, 3], [False] * 3)], 8, packing=True)
     with pytest.raises(UsageError, match="no supervised target"):
         engine_for(tiny_model()).forward_backward(row, NextTokenLoss(row))
 

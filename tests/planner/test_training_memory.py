@@ -23,7 +23,7 @@ from forerun.planner.memory import torch_peaks
 from forerun.planner.shape import shape_of
 from forerun.planner.traffic import traffic
 from forerun.planner.training import Layout, TrainingRun
-from forerun.trainers.batching import make_rows, micro_batches
+from forerun.trainers.batching import Rows, micro_batches
 from tests.mtp.ranks import Ranks
 from tests.planner.live import LiveBytes
 
@@ -121,7 +121,7 @@ def measured(case: Case, mesh: DeviceMesh | None = None) -> tuple[dict[str, int]
         Document(torch.randint(0, case.vocabulary, (length,)).tolist(), [True] * length)
         for _ in range(case.rows * case.documents)
     ]
-    batches = micro_batches(make_rows(documents, case.length, packing=True), case.micro_batch_size)
+    batches = micro_batches(Rows(documents, case.length, packing=True), case.micro_batch_size)
     live = LiveBytes(made.model)
     with live:
         for step in range(2):

@@ -40,7 +40,7 @@ from forerun.models.training import mtp_forward
 from forerun.models.trunk import base_model
 from forerun.mtp.graft import graft
 from forerun.mtp.shift import document_ids
-from forerun.trainers.batching import make_rows, micro_batches
+from forerun.trainers.batching import Rows, micro_batches
 from forerun.trainers.hf_callback import MTPCallback
 from forerun.trainers.rl import RLTrainer
 from forerun.trainers.sft import SFTTrainer
@@ -143,7 +143,7 @@ class MeanLoss:
 
 
 def run_engine(engine: Spy) -> Gradients:
-    batches = micro_batches(make_rows(documents(), max_length=24, packing=True), 2)
+    batches = micro_batches(Rows(documents(), max_length=24, packing=True), 2)
     engine.evaluate(batches)  # must leave nothing behind
     engine.forward_backward(batches, MeanLoss(batches))
     engine.step()
