@@ -298,6 +298,11 @@ class RLConfig:
         limit = self.ppo_max_token_len_per_gpu
         return None if limit is None else limit * self.engine.ranks_to_a_row
 
+    @property
+    def starts_engines(self) -> bool:
+        """Whether ranks start a vLLM or an SGLang each, or several ranks one."""
+        return self.rollout.python is not None and not self.async_training.enable
+
     def validate(self, prefix: str) -> None:
         _need_model_and_data(self.model, self.data)
         _check_launch(self.launch, self.distributed)
@@ -328,14 +333,14 @@ class RLConfig:
                 f"reward.overlong_buffer.len={buffer.len} is longer than rollout.max_response_length={limit}"
             )
         asynchronous = self.async_training.enable
-        size = self.rollout.tensor_model_parallel_size
+        size = self.rollout.num_devices
         on_gpus = self.rollout.python is not None and self.engine.device != "cpu"
         if self.launch == "ray" and not asynchronous and on_gpus and size > 1:
             raise UsageError(
                 f"rollout.tensor_model_parallel_size={size} with launch=ray: an engine that a rank starts sees the one "
                 "GPU of that rank: set launch=torchrun, or async_training.enable=true, whose workers have their own"
             )
-        if self.launch == "torchrun" and not asynchronous and self.rollout.python is not None:
+        if self.launch != "local" and self.starts_engines:
             check_ranks_to_an_engine(self.distributed.nproc_per_node, size)
         check_rollout(self.rollout, self.mtp, on_ray=self.launch == "ray" and asynchronous, asynchronous=asynchronous)
         check_async(self.async_training, self.algorithm, self.rollout, self.data.gen_batch_size, self.launch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,6 +119,12 @@ class RolloutConfig:
             if name in self.engine_kwargs:
                 raise UsageError(f"{prefix}engine_kwargs holds {name}, which {setting} decides: leave it out")
 
+    @property
+    def num_devices(self) -> int:
+        """GPUs of an engine that is started."""
+        more = (self.engine_kwargs.get(name) for name in ("pipeline_parallel_size", "data_parallel_size"))
+        return math.prod([self.tensor_model_parallel_size, *(size for size in more if isinstance(size, int))])
+
     def _set_among(self, names: tuple[str, ...]) -> str | None:
         """The first of these fields that has not its default."""
         unset = RolloutConfig()
@@ -125,7 +132,7 @@ class RolloutConfig:
 
 
 def check_ranks_to_an_engine(ranks: int, size: int) -> None:
-    """Refuse a number of ranks of a machine that engines of `rollout.tensor_model_parallel_size` ranks do not divide.
+    """Refuse a number of ranks of a machine that engines of so many GPUs do not divide.
 
     Raises:
         UsageError
@@ -133,7 +140,7 @@ def check_ranks_to_an_engine(ranks: int, size: int) -> None:
     if ranks > size and ranks % size:
         raise UsageError(
             f"rollout.tensor_model_parallel_size={size} must divide the number of ranks of a machine, {ranks}: so many "
-            "share an engine"
+            "share an engine (times vLLM's pipeline_parallel_size, if rollout.engine_kwargs has one)"
         )
 
 

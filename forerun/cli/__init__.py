@@ -31,10 +31,11 @@ _ArgumentError = cast(type[Exception], typer.BadParameter.__base__)
 def command() -> NoReturn:
     """The process of a command: `main`, and its end."""
     code = main()
-    if "RANK" in os.environ:
-        from forerun.launch.rank import leave
+    if "torch" in sys.modules:
+        from forerun.launch.rank import is_rank, leave
 
-        leave(code)
+        if is_rank():
+            leave(code)
     sys.exit(code)
 
 

@@ -61,7 +61,7 @@ def joined(engine: EngineConfig, distributed: DistributedConfig) -> Iterator[Dev
             raise
         raise ForerunError(
             f"another rank was waited for longer than distributed.timeout_s={distributed.timeout_s:g}: raise it if "
-            "what that rank did takes so long, such as rank 0's rewards and rollouts or loading a model; else see why "
+            "what that rank did takes so long, such as rank 0's rewards, rollouts or loading a model; else see why "
             "it stood still"
         ) from error
     # Not after a failure: it waits for ranks that may be gone.
@@ -121,8 +121,11 @@ def leave(code: int) -> NoReturn:
     """
     threading._shutdown()  # type: ignore[attr-defined]  # these two are what Python calls
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # nobody reads it any more
+            code = code or 1
     os._exit(code)
 
 

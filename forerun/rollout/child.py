@@ -120,17 +120,26 @@ class ChildProcess:
             return
         self._closed = True
         self._process.terminate()  # an engine that is killed leaves what it has in /dev/shm
-        self.wait()
-        with contextlib.suppress(ProcessLookupError):
-            deadline = time.monotonic() + (_SETTLE_S if not self.running else 0)
-            while time.monotonic() < deadline:
-                os.killpg(self._process.pid, 0)
+        try:
+            self.wait()
+            deadline = time.monotonic() + (0 if self.running else _SETTLE_S)
+            while time.monotonic() < deadline and self._has_group():
                 time.sleep(_POLL_S)
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._log.close()
+        finally:  # also where a Ctrl-C ends the waiting
+            if self._has_group():
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+            self._log.close()
+
+    def _has_group(self) -> bool:
+        """Whether anything of what it started is left."""
+        try:
+            os.killpg(self._process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 def environment_without(unwanted: Sequence[str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ machine; `check_layout` is the part of it that holds on any.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from forerun.checkpoint.reader import CheckpointReader
 from forerun.config import EngineConfig, RLConfig, SFTConfig
 from forerun.config_check import check
+from forerun.config_rollout import check_ranks_to_an_engine
 from forerun.engines.megatron.version import megatron_version
 from forerun.errors import UsageError
 from forerun.families import text_section
@@ -90,10 +92,14 @@ def check_ranks(config: SFTConfig | RLConfig, num_ranks: int | None) -> None:
     """Check what a configuration says of ranks against their number; None is one process that shares with nobody.
 
     Raises:
-        UsageError: see `check_layout`; `engine.device` is not on this machine, or megatron-core is missing.
+        UsageError: see `check_layout` and `check_ranks_to_an_engine`; `engine.device` is not on this machine, or
+            megatron-core is missing.
     """
     if config.engine.strategy == "megatron":
         megatron_version()
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")  # an outer torchrun's
+    if isinstance(config, RLConfig) and config.starts_engines and here.isdecimal():
+        check_ranks_to_an_engine(int(here), config.rollout.num_devices)
     check_layout(config, num_ranks, resolve_device(config.engine))
 
 

@@ -68,7 +68,7 @@ def _num_gpus(ray: Any, config: RLConfig) -> float:
     if config.async_training.worker_num_gpus is not None:
         return config.async_training.worker_num_gpus
     on_cpu = config.engine.device == "cpu" or not ray.cluster_resources().get("GPU", 0)
-    return 0 if on_cpu else config.rollout.tensor_model_parallel_size
+    return 0 if on_cpu else config.rollout.num_devices
 
 
 def _engine(config: RLConfig, directory: str) -> RolloutEngine:

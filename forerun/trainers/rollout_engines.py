@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -25,7 +24,7 @@ from forerun.rollout.native.engine import NativeEngine
 from forerun.rollout.protocol import RolloutEngine
 from forerun.rollout.served import written_dtype
 from forerun.trainers.ranked import RankedRollout
-from forerun.trainers.rollout_places import own_place
+from forerun.trainers.rollout_places import machine, own_place
 from forerun.trainers.served_model import served_model
 from forerun.trainers.setup import load_model, resolve_device
 
@@ -49,15 +48,16 @@ def make_rollout_engine(
     """
     if config.engine.strategy == "megatron":
         engine = None  # no rank has the model whole
-    several = ranks is not None and ranks.size > 1
+    if ranks is not None and ranks.size == 1:
+        ranks = None
     if config.rollout.engine == "native":
-        native = _native(config, engine, tokenizer, ranks if several else None)
-        return RankedRollout(ranks, native) if ranks is not None and several else native
-    if config.rollout.base_url is not None:
-        if ranks is None or not several:
-            return _connected(config, config.rollout.base_url)
-        return RankedRollout(ranks, _connected(config, config.rollout.base_url) if ranks.rank == 0 else None)
-    if ranks is not None and several:
+        native = _native(config, engine, tokenizer, ranks)
+        return native if ranks is None else RankedRollout(ranks, native)
+    if (base_url := config.rollout.base_url) is not None:
+        if ranks is None:
+            return _connected(config, base_url)
+        return RankedRollout(ranks, _connected(config, base_url) if ranks.rank == 0 else None)
+    if ranks is not None:
         return _started_by_ranks(config, engine, tokenizer, ranks)
     with served_model(config, engine, tokenizer) as path:
         return _started(config, path, {})
@@ -67,9 +67,8 @@ def _started_by_ranks(
     config: RLConfig, engine: TrainingEngine | None, tokenizer: PreTrainedTokenizerBase | None, ranks: RankGroup
 ) -> RankedRollout:
     """An engine for each place that ranks have; those of a machine start on one directory."""
-    hosts = ranks.collect(ranks.size, [socket.gethostname()])
-    size, device = config.rollout.tensor_model_parallel_size, resolve_device(config.engine)
-    place = ranks.on_each(lambda: own_place(ranks.rank, hosts, size, device))
+    hosts, device = ranks.collect(ranks.size, [machine()]), resolve_device(config.engine)
+    place = ranks.on_each(lambda: own_place(ranks.rank, hosts, config.rollout.num_devices, device))
     with ExitStack() as directories, ExitStack() as failing:
 
         def write() -> Path | None:
@@ -77,20 +76,26 @@ def _started_by_ranks(
                 return None
             return directories.enter_context(served_model(config, engine, tokenizer))
 
-        path = ranks.collect(ranks.size, [ranks.on_each(write)])[place.writer]
-        if path is not None and place.writer != ranks.rank:
-            directories.enter_context(linked(path, Path(config.model.path)))
-
         def start() -> RolloutEngine | None:
-            if not place.starts or path is None:
+            if not place.starts:
                 return None
+            assert path is not None
             started = _started(config, path, place.environment)
             failing.callback(started.close)
             return started
 
-        own = ranks.on_each(start)
-        failing.pop_all()
-        return RankedRollout(ranks, own)
+        try:
+            path = ranks.collect(ranks.size, [ranks.on_each(write)])[place.writer]
+            if path is not None and place.writer != ranks.rank:
+                directories.enter_context(linked(path, Path(config.model.path)))
+            rollout = RankedRollout(ranks, ranks.on_each(start))
+            failing.pop_all()
+            return rollout
+        except Exception as error:
+            failure = error
+    with suppress(RuntimeError):  # the process of a rank that fails takes the others along: not before all are here
+        ranks.collect(ranks.size, [None])
+    raise failure
 
 
 def _native(

@@ -1,19 +1,24 @@
 """Which ranks of a run start a vLLM or an SGLang, and on which devices.
 
 Every `rollout.tensor_model_parallel_size` consecutive ranks of a machine have one, on the devices that they train on.
-On a machine with fewer ranks than that it is rank 0's alone, on all devices that this one sees.
+Where a machine has fewer ranks than that, the run has one engine, which rank 0 starts on all devices that it sees.
 """
 
 from __future__ import annotations
 
 import os
+import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from forerun.config_rollout import check_ranks_to_an_engine
+from forerun.errors import UsageError
 
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -32,28 +37,45 @@ class Place:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
+def machine() -> str:
+    """A name for this machine; containers of several may have one host name."""
+    return socket.gethostname() + (_BOOT.read_text().strip() if _BOOT.exists() else "")
+
+
 def own_place(rank: int, hosts: Sequence[str], size: int, device: torch.device) -> Place:
     """The part of a rank.
 
     Args:
         rank: which.
-        hosts: the machine of every rank.
+        hosts: the machine of every rank, see `machine`.
         size: ranks to an engine.
         device: what the rank trains on; the devices of the ranks after it follow it.
 
     Raises:
-        UsageError: `size` does not divide the ranks of this machine.
+        UsageError: `size` does not divide the ranks of a machine, or the rank does not see so many GPUs.
     """
-    here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    if len(here) < size:
+    counts = Counter(hosts).values()
+    if min(counts) < size:
         return Place(0, rank == 0)
-    check_ranks_to_an_engine(len(here), size)
+    for count in counts:
+        check_ranks_to_an_engine(count, size)
+    here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     starts = here.index(rank) % size == 0
     return Place(here[0], starts, _devices(size) if starts and device.type == "cuda" else {})
 
 
 def _devices(size: int) -> dict[str, str]:
-    """So many, this process's own first."""
+    """So many, this process's own first.
+
+    Raises:
+        UsageError: it does not see so many.
+    """
     first, visible = torch.cuda.current_device(), os.environ.get(_VISIBLE)
-    names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
-    return {_VISIBLE: ",".join(names[first : first + size])}
+    names = [str(index) for index in range(torch.cuda.device_count())] if visible is None else visible.split(",")
+    given = names[first : first + size]
+    if len(given) < size:
+        raise UsageError(
+            f"an engine is to have {size} GPUs (rollout.tensor_model_parallel_size), and the rank that starts it sees "
+            f"{len(given)} from its own on: let every rank see all GPUs of its machine, as torchrun does"
+        )
+    return {_VISIBLE: ",".join(given)}

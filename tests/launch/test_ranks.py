@@ -359,6 +359,7 @@ def test_a_rank_ends_before_python_takes_itself_apart() -> None:
     """In which threads of gloo's, which outlive their group, may abort the process."""
     code = """
 import atexit, threading, time
+import torch
 from forerun import cli
 
 class Last:
@@ -371,10 +372,16 @@ atexit.register(print, "at exit", end="")
 threading.Thread(target=lambda: (time.sleep(0.2), print("a thread"))).start()
 cli.command()
 """
-    for rank, said in (({"RANK": "1"}, "a thread\nat exit"), ({}, "a thread\nat exittaken apart\n")):
-        environment = {name: value for name, value in os.environ.items() if name != "RANK"} | rank
-        ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT)
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    rank = {"RANK": "1", "WORLD_SIZE": "2"}
+    for more, said in ((rank, "a thread\nat exit"), ({}, "a thread\nat exittaken apart\n")):
+        command = [sys.executable, "-c", code]
+        ended = subprocess.run(command, env=alone | more, capture_output=True, text=True, cwd=ROOT)
         assert (ended.returncode, ended.stdout) == (3, said), ended.stderr
+    buffered = {name: value for name, value in alone.items() if name != "PYTHONUNBUFFERED"} | rank
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, env=buffered, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (ended.returncode, ended.stderr) == (3, "")
 
 
 @pytest.mark.parametrize("mode", [[], ASYNCHRONOUS], ids=["in turn", "asynchronous"])

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +29,7 @@ from forerun.rollout.vllm import LaunchSettings, VLLMEngine, buckets
 from forerun.rollout.vllm.environment import INSIDE
 from tests.oracles import served_models
 from tests.oracles.test_vllm import save
+from tests.rollout.processes import has_ended, wait_for_end
 
 pytestmark = pytest.mark.oracle
 
@@ -329,15 +329,3 @@ def test_the_end_of_vllm_is_an_error_and_close_leaves_nothing(engine: VLLMEngine
     wait_for_end(child)
     with pytest.raises(ForerunError, match="it was closed"):
         engine.drafter_digest()
-
-
-def has_ended(process: int) -> bool:
-    state = Path(f"/proc/{process}/stat")
-    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
-
-
-def wait_for_end(process: int) -> None:
-    deadline = time.monotonic() + 20
-    while not has_ended(process):
-        assert time.monotonic() < deadline, f"process {process} still runs"
-        time.sleep(0.1)

@@ -6,6 +6,8 @@ The protocol server stands where SGLang would; vLLM itself is in test_rl_vllm.py
 from __future__ import annotations
 
 import sys
+import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         ("abab", 1, [0, 1, 0, 1], [0, 1, 2, 3]),
         ("abab", 2, [0, 1, 0, 1], [0, 1]),
         ("aabb", 4, [0, 0, 0, 0], [0]),  # over devices that no rank trains on
-        ("aabbbb", 4, [0, 0, 2, 2, 2, 2], [0, 2]),
+        ("aabbbb", 4, [0] * 6, [0]),
+        ("aabbbb", 2, [0, 0, 2, 2, 2, 2], [0, 2, 4]),
     ],
 )
 def test_who_starts_one(hosts: str, size: int, writers: list[int], starts: list[int]) -> None:
@@ -59,7 +62,7 @@ def test_who_starts_one(hosts: str, size: int, writers: list[int], starts: list[
 
 @pytest.mark.parametrize(
     ("visible", "own", "size", "given"),
-    [(None, 2, 2, "2,3"), ("", 0, 1, "0"), ("4,5,6,7", 2, 2, "6,7"), ("GPU-a,GPU-b", 1, 1, "GPU-b")],
+    [(None, 2, 2, "2,3"), ("4,5,6,7", 2, 2, "6,7"), ("GPU-a,GPU-b", 1, 1, "GPU-b")],
 )
 def test_on_the_gpus_that_its_ranks_train_on(
     visible: str | None, own: int, size: int, given: str, monkeypatch: pytest.MonkeyPatch
@@ -73,8 +76,16 @@ def test_on_the_gpus_that_its_ranks_train_on(
 
 
 def test_ranks_that_do_not_come_out_even_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"parallel_size=2 must divide the number of ranks of a machine, 3: so many"):
-        own_place(0, "aaab", 2, CPU)
+    for rank in range(5):  # those of the other machine, too
+        with pytest.raises(UsageError, match=r"parallel_size=2 must divide the number of ranks of a machine, 3: so ma"):
+            own_place(rank, "aaabb", 2, CPU)
+
+
+def test_a_rank_that_sees_too_few_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(UsageError, match=r"is to have 2 GPUs .* sees 1 from its own on: let every rank see all GPUs"):
+        own_place(0, "aa", 2, CUDA)
 
 
 def config_of(path: Path, *more: str) -> RLConfig:
@@ -99,7 +110,7 @@ def train(config: RLConfig, group: dist.ProcessGroup | None) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sglang, "launch", start)
         if group is not None:
-            patch.setattr(rollout_engines.socket, "gethostname", lambda: "aabb"[group.rank()])
+            patch.setattr(rollout_engines, "machine", lambda: "aabb"[group.rank()])
         made = RLTrainer(
             config,
             prompts=PROMPTS,
@@ -143,29 +154,32 @@ def test_engines_of_ranks_are_one_run(size: int, started: list[int], ranks: Rank
     assert len(set(directories.values())) == len({rank // 2 for rank in started})  # one for each machine
 
 
-def rank_fails(group: dist.ProcessGroup, config: RLConfig) -> tuple[str, bool]:
-    """What a rank raises where another one's engine does not start, and whether it has ended its own."""
-    running = ExitStack()
-    ended: list[bool] = []
-    running.callback(ended.append, True)
+def rank_fails(group: dist.ProcessGroup, argument: tuple[RLConfig, Path]) -> tuple[str, bool]:
+    """What a rank raises where another one's engine does not start, and whether by then all have put away theirs."""
+    config, left = argument
 
     class Started:
-        close = running.close
+        def close(self) -> None:
+            time.sleep(0.3)
+            (left / "engine").unlink()
 
     def start(*_: Any) -> Any:
         if group.rank() == 1:
             raise ForerunError("no memory")
-        return Started
+        (left / "engine").touch()
+        return Started()
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(left))
         patch.setattr(rollout_engines, "_started", start)
         with pytest.raises(ForerunError) as raised:
             make_rollout_engine(config, None, None, RankGroup(mesh_of(group)))
-    return str(raised.value), bool(ended)
+    return str(raised.value), not any(left.iterdir())
 
 
 def test_one_that_does_not_start_ends_the_others(ranks: Ranks, tmp_path: Path) -> None:
     attach(make_model(), MTPConfig(enable=True), init="plain", seed=1).save_pretrained(tmp_path / "attached")
     export(tmp_path / "attached", tmp_path / "model")
-    found = ranks.run(rank_fails, [config_of(tmp_path)] * 2)
-    assert found == [("rank 1: no memory", True), ("no memory", False)]
+    (tmp_path / "left").mkdir()
+    found = ranks.run(rank_fails, [(config_of(tmp_path), tmp_path / "left")] * 2)
+    assert found == [("rank 1: no memory", True), ("no memory", True)]
